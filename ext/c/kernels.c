@@ -8,11 +8,12 @@
 
 #include "narrow.h"
 
-/* Every loop computes in the type of sums (float64 for float64, float32 for all others), block by block. A block of
- * 16-bit numbers is widened before and narrowed after, in the first-level cache.
+/* Every loop computes in the type of sums (float64 for float64, float32 for all others), block by block.
+ * 16-bit numbers are widened before the computation and narrowed after it, in the first-level cache.
  *
- * A block is 1 KiB in that type. The next one is asked for while one is computed, and a core has few places for lines
- * that are on their way: with 4 KiB the loops reach half of the speed, for these places overflow. */
+ * A block is 1 KiB in the type of sums. While a block is computed, the next one is prefetched, and a core
+ * can wait for few cache lines at once: with blocks of 4 KiB the prefetches exceed that number and the
+ * speed halves. */
 #define BLOCK_NBYTES 1024
 #define LINE_NBYTES 64
 #define BLOCK (BLOCK_NBYTES / (int)sizeof(f32))
@@ -22,8 +23,9 @@
 typedef float f32;
 typedef double f64;
 
-/* A block of numbers in the type of sums. It begins with a line, so that no vector that is stored to it lies in two:
- * a load of it would have to wait until all stores before it have left the core, also those past the caches. */
+/* A block of numbers in the type of sums. It begins at a cache line, so that no stored vector crosses two
+ * lines: a load of such a vector would have to wait until all earlier stores have left the core, also
+ * those past the caches. */
 typedef union {
   _Alignas(LINE_NBYTES) f32 f32[BLOCK_NBYTES / sizeof(f32)];
   f64 f64[BLOCK_NBYTES / sizeof(f64)];
@@ -59,7 +61,7 @@ int adpsgd_slot_dtype(int dtype) {
 
 int adpsgd_slot_itemsize(int dtype) { return adpsgd_itemsize(adpsgd_slot_dtype(dtype)); }
 
-/* Numbers in a block. */
+/* Return how many numbers a block holds. */
 static int64_t block_of(int sums) { return BLOCK_NBYTES / adpsgd_itemsize(sums); }
 
 /* ---- past the caches ------------------------------------------------------------------- */
@@ -67,7 +69,7 @@ static int64_t block_of(int sums) { return BLOCK_NBYTES / adpsgd_itemsize(sums);
 /* Copy a block that is in the first-level cache to memory that nobody reads soon. Writing past the
  * caches saves reading the destination first: one pass in three. */
 static void stream_copy(void *to, const void *from, size_t nbytes) {
-#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__) /* which does not see streamed stores */
+#if defined(__SSE2__) && !defined(__SANITIZE_THREAD__) /* ThreadSanitizer does not see streamed stores */
   char *out = (char *)to;
   const char *in = (const char *)from;
   size_t head = (16 - ((uintptr_t)out & 15)) & 15;
@@ -90,7 +92,7 @@ static void stream_copy(void *to, const void *from, size_t nbytes) {
 #endif
 }
 
-/* Ask for a block of another array before it is read; past the end of an array that does no harm. */
+/* Prefetch a block of an array; past the end of the array this is harmless. */
 static void ahead(const void *x, int64_t nbytes) {
 #if defined(__SSE2__)
   for (int64_t i = 0; x && i < nbytes; i += 64) _mm_prefetch((const char *)x + i, _MM_HINT_T0);
@@ -104,7 +106,7 @@ static void copy_block(void *to, const void *from, int64_t nbytes, int stream) {
   else memcpy(to, from, (size_t)nbytes);
 }
 
-/* Streamed stores become visible before whatever is stored after this. */
+/* Make streamed stores visible before all later stores. */
 static void fence(int stream) {
 #if defined(__SSE2__)
   if (stream) _mm_sfence();
@@ -116,13 +118,13 @@ static void fence(int stream) {
 /* ---- blocks in the type of sums ----------------------------------------------------------- */
 
 #define BLOCKS(A)                                                                             \
-  /* Whether any number is infinite or not a number. */                                       \
+  /* Return whether any number is infinite or not a number. */                                \
   ADPSGD_VECTOR static int inspect_##A(const A *restrict x, int64_t n) {                      \
     FLAG_##A bad = 0;                                                                         \
     for (int64_t i = 0; i < n; i++) bad |= infinite_##A(x[i]);                                \
     return bad != 0;                                                                          \
   }                                                                                           \
-  /* out = x, read once. As inspect. */                                                       \
+  /* out = x, each read once. Returns as inspect does. */                                     \
   ADPSGD_VECTOR static int copy_##A(A *restrict out, const A *restrict x, int64_t n) {        \
     FLAG_##A bad = 0;                                                                         \
     for (int64_t i = 0; i < n; i++) {                                                         \
@@ -131,7 +133,7 @@ static void fence(int stream) {
     }                                                                                         \
     return bad != 0;                                                                          \
   }                                                                                           \
-  /* out = base + first + second, left to right; `second` may be NULL. As inspect. */         \
+  /* out = base + first + second, left to right; second may be NULL. Returns as inspect. */   \
   ADPSGD_VECTOR static int add_##A(A *restrict out, const A *restrict base,                   \
                                    const A *restrict first, const A *restrict second,         \
                                    int64_t n) {                                               \
@@ -149,7 +151,7 @@ static void fence(int stream) {
     }                                                                                         \
     return bad != 0;                                                                          \
   }                                                                                           \
-  /* x += y. As inspect. */                                                                   \
+  /* x += y. Returns as inspect does. */                                                      \
   ADPSGD_VECTOR static int increase_##A(A *restrict x, const A *restrict y, int64_t n) {      \
     FLAG_##A bad = 0;                                                                         \
     for (int64_t i = 0; i < n; i++) {                                                         \
@@ -158,7 +160,7 @@ static void fence(int stream) {
     }                                                                                         \
     return bad != 0;                                                                          \
   }                                                                                           \
-  /* out = (x - y) / 2, which is finite if both are. As inspect. */                           \
+  /* out = (x - y) / 2, which is finite if x and y are. Returns as inspect does. */           \
   ADPSGD_VECTOR static int half_##A(A *restrict out, const A *restrict x,                     \
                                     const A *restrict y, int64_t n) {                         \
     const A half = (A)0.5;                                                                    \
@@ -219,10 +221,11 @@ static void fence(int stream) {
 BLOCKS(f32)
 BLOCKS(f64)
 
-/* By the type of sums. */
+/* Call the variant of f for a type of sums. */
 #define SUMS(type, f, ...) ((type) == ADPSGD_FLOAT64 ? f##_f64(__VA_ARGS__) : f##_f32(__VA_ARGS__))
 
-/* A block stored as `dtype`, in the type of sums: where it lies, if it is stored so, else widened into `copy`. */
+/* Return a block of type `dtype` in the type of sums: x itself if that is its type, else widened into
+ * `copy`. */
 static const void *widened(int sums, int dtype, void *copy, const void *x, int64_t n) {
   _Alignas(LINE_NBYTES) float narrow[BLOCK];
   if (dtype == sums) return x;
@@ -235,7 +238,7 @@ static const void *widened(int sums, int dtype, void *copy, const void *x, int64
   return copy;
 }
 
-/* Store a block of the type of sums as 16-bit `wire`; float64 goes through float32. As inspect. */
+/* Store a block of the type of sums as 16-bit `wire`, float64 through float32. Returns as inspect does. */
 static int narrowed(int sums, int wire, void *out, const void *x, int64_t n) {
   _Alignas(LINE_NBYTES) float single[BLOCK];
   if (sums == ADPSGD_FLOAT64) {
@@ -255,7 +258,7 @@ static const void *after(const void *x, int64_t start, int itemsize) {
 
 /* ---- the loops ------------------------------------------------------------------------------ */
 
-/* One block of a snapshot. As inspect. */
+/* Compute one block of a snapshot. Returns as inspect does. */
 static int snapshot_block(int dtype, int wire, void *out, const void *base, const void *first,
                           const void *second, int64_t n) {
   const int sums = adpsgd_slot_dtype(dtype);
@@ -299,8 +302,9 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
   return bad;
 }
 
-/* Half of the difference, for the difference of two finite numbers may be infinite: doubling the weight
- * rounds nothing. Partial sums in blocks keep float32 accumulation accurate and vectorised. */
+/* Computes half of the difference, because the difference of two finite numbers may be infinite; doubling
+ * the weight makes no rounding error. Partial sums over blocks keep float32 accumulation accurate and
+ * vectorised. */
 double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
                     double weight, int64_t n, int fresh, int stream) {
   const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
@@ -325,7 +329,7 @@ double adpsgd_merge(int dtype, int wire, void *correction, const void *received,
   return total;
 }
 
-/* One block of a model in the type of sums: where it lies, or a copy. */
+/* Return one block of a model in the type of sums: in place, or computed into `copy`. */
 static const void *model_block(const adpsgd_model *model, int sums, Block *copy, int64_t start, int64_t n) {
   const int wide = adpsgd_itemsize(sums), size = adpsgd_itemsize(model->dtype);
   const void *base = after(model->base, start, size);
@@ -336,7 +340,7 @@ static const void *model_block(const adpsgd_model *model, int sums, Block *copy,
   return copy;
 }
 
-/* One block of (theirs - mine) / 2. As inspect. */
+/* Compute one block of (theirs - mine) / 2. Returns as inspect does. */
 static int half_block(int sums, int wire, void *half, const adpsgd_model *mine, const adpsgd_model *theirs, int64_t start,
                       int64_t n) {
   Block ours, others, difference;
@@ -378,7 +382,7 @@ int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *m
   return bad;
 }
 
-/* As adpsgd_merge, of half the difference. */
+/* Computes as adpsgd_merge does, from half of the difference. */
 double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
                          int64_t n, int fresh, int stream) {
   const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
@@ -398,11 +402,11 @@ double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half
   return total;
 }
 
-/* rest = x - q where the rounded q is finite, else 0. Returns whether any of it is not 0. */
+/* rest = x - q where the rounded q is finite, else 0. Returns whether any number of rest is not 0. */
 ADPSGD_VECTOR static int rest_of(float *restrict rest, const float *restrict x, const float *restrict q, int64_t n) {
   uint32_t held = 0;
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t finite = infinite_f32(q[i]) - 1; /* as a mask: a branch is not vectorised */
+    const uint32_t finite = infinite_f32(q[i]) - 1; /* a mask, since a branch is not vectorised */
     const float d = x[i] - q[i];
     uint32_t u;
     memcpy(&u, &d, sizeof u);
@@ -413,8 +417,9 @@ ADPSGD_VECTOR static int rest_of(float *restrict rest, const float *restrict x, 
   return held != 0;
 }
 
-/* A 16-bit parameter takes the sum rounded, and what rounding holds back goes into `back` (NULL: nowhere),
- * the slot that is applied next: nothing is lost that is smaller than half a unit in the last place. */
+/* The 16-bit parameters become the rounded sums. The rounding errors go into `back` (NULL: they are
+ * dropped), the slot that is applied next, so that corrections below half a unit in the last place are not
+ * lost. */
 static int apply_block_16(int dtype, void *parameter, const float *correction, float *back, int64_t n,
                           int replace, int fresh, int stream) {
   _Alignas(LINE_NBYTES) float x[BLOCK], q[BLOCK], rest[BLOCK];
@@ -434,15 +439,15 @@ static int apply_block_16(int dtype, void *parameter, const float *correction, f
   return found;
 }
 
-/* Numbers in the block that begins with number `start` of n: a whole block, or what is left. The first one is shorter
- * if the mirror does not begin with a line there, as behind a tensor of odd size: past the caches a line in two blocks
- * would be written in two parts. */
+/* Return how many of n numbers are in the block that begins at `start`: a whole block, or the rest. The
+ * first block is shorter if the mirror does not begin at a cache line (as behind a tensor of odd size), so
+ * that no line is in two blocks: stores past the caches would write it in two parts. */
 static int64_t next_block(const void *mirror, int itemsize, int64_t start, int64_t n, int64_t whole) {
   const int64_t over = start ? 0 : (int64_t)((uintptr_t)mirror % LINE_NBYTES) / itemsize;
   return n - start < whole - over ? n - start : whole - over;
 }
 
-/* Block by block, so that the mirror is copied from the first-level cache. */
+/* Works block by block, so that the mirror is copied from the first-level cache. */
 int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirror, void *back,
                  int64_t n, int replace, int fresh, int stream) {
   const int64_t whole = block_of(adpsgd_slot_dtype(dtype));
@@ -469,8 +474,8 @@ int adpsgd_apply(int dtype, void *parameter, const void *correction, void *mirro
   return found;
 }
 
-/* Two passes over a chunk that is in the caches: a sum that is not finite must change nothing. Numbers whose
- * squares or multiples are too large for the type of sums take double precision. */
+/* Makes two passes over the chunk, which is in the caches, because a sum that is not finite must change
+ * nothing. If squares or multiples are too large for the type of sums, double precision is used. */
 #define MEAN(A)                                                                               \
   static double merge_large_##A(A *slot, const A *sum, const A *own, double k,                \
                                 int64_t n, int fresh, int replace) {                          \
@@ -519,7 +524,7 @@ double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own
   return merge_mean_f32(slot, sum, own, learners, n, fresh, replace);
 }
 
-/* Such a number has one of the two largest exponents; infinity and NaN have the largest. */
+/* A large number has one of the two largest exponents; infinity and NaN have the largest. */
 ADPSGD_VECTOR static int any_large_f32(const f32 *restrict x, int64_t n) {
   uint32_t found = 0, u;
   for (int64_t i = 0; i < n; i++) {

@@ -19,7 +19,7 @@ ADPSGD_VECTOR static void widen_bf16(float *restrict out, const uint16_t *restri
   for (int64_t i = 0; i < n; i++) out[i] = float_of((uint32_t)in[i] << 16);
 }
 
-/* The upper half of the bits of a float32, rounded. */
+/* Return the upper half of the bits of a float32, rounded to nearest, ties to even. */
 INLINE uint32_t rounded_bf16(uint32_t u) {
   const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   const uint32_t nan = (u >> 16) | 0x40u;
@@ -46,7 +46,7 @@ ADPSGD_VECTOR static void half_bf16(uint16_t *restrict out, const uint16_t *rest
 
 /* ---- float16, by integer operations -------------------------------------------------------- */
 
-/* Normal numbers are rebased by a multiplication, subnormal ones by a subtraction. */
+/* Rebases the exponent of normal numbers by a multiplication, that of subnormal ones by a subtraction. */
 ADPSGD_VECTOR static void widen_f16_plain(float *restrict out, const uint16_t *restrict in, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     const uint32_t word = (uint32_t)in[i] << 16;
@@ -58,7 +58,7 @@ ADPSGD_VECTOR static void widen_f16_plain(float *restrict out, const uint16_t *r
   }
 }
 
-/* The additions of 2^k constants let the FPU do the rounding to 11 bits. */
+/* Adds powers of two to let the floating-point unit round to 11 bits. */
 ADPSGD_VECTOR static void narrow_f16_plain(uint16_t *restrict out, const float *restrict in, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     const uint32_t word = bits_of(in[i]);
@@ -75,7 +75,7 @@ ADPSGD_VECTOR static void narrow_f16_plain(uint16_t *restrict out, const float *
   }
 }
 
-/* ---- float16, by the processor's own conversions (F16C): compilers do not find them in a loop ---- */
+/* ---- float16, by the processor's own conversions (F16C), which compilers do not use for such loops ---- */
 
 #ifdef HAS_F16C
 __attribute__((target("avx512f"))) static int64_t widen_f16_wide(float *out, const uint16_t *in, int64_t n) {
@@ -158,7 +158,7 @@ static int64_t half_f16(uint16_t *out, const uint16_t *x, const uint16_t *y, int
   return 0;
 }
 
-/* ---- either ------------------------------------------------------------------------------- */
+/* ---- both 16-bit types -------------------------------------------------------------------- */
 
 ADPSGD_VECTOR static int any_with(uint16_t exponent, const uint16_t *restrict in, int64_t n) {
   uint16_t found = 0;

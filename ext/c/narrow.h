@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* One clone per vector width, chosen at load time; plain code elsewhere. */
+/* Compile a function once per vector width; the processor's version is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
 #define ADPSGD_VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -18,11 +18,13 @@ void adpsgd_widen(int dtype, float *out, const void *in, int64_t n);
  * a number, else 0. */
 int adpsgd_narrow(int dtype, void *out, const float *in, int64_t n);
 
-/* out = (x - y) / 2, rounded, in one pass; all are 16-bit numbers of the same type. Returns k: the first k of n are
- * done, the caller does the rest. The processor's conversions take many at a time, or there are none. */
+/* out = (x - y) / 2, rounded, in one pass; all are 16-bit numbers of the same type. Returns k: the first k
+ * of the n numbers are done, and the caller must do the rest: the processor converts several numbers at a
+ * time, or none. */
 int64_t adpsgd_half_16(int dtype, void *out, const void *x, const void *y, int64_t n);
 
-/* Of stored numbers: 1 if any of n is infinite or not a number, else 0; and the same of a copy, each read once. */
+/* Return 1 if any of n stored numbers is infinite or not a number, else 0. copy_16 also does out = in, and
+ * reads each number once. */
 int adpsgd_infinite_16(int dtype, const void *in, int64_t n);
 int adpsgd_copy_16(int dtype, void *out, const void *in, int64_t n);
 

@@ -358,8 +358,8 @@ MUTANTS = (
     Mutant(
         "a mean's patience for one that leaves began before it left",
         "mean.pyx",
-        "        m.moved = now(e)        # the mean may have waited long for a slow one that leaves now: its "
-        "process has yet to end\n",
+        "        m.moved = now(e)        # restart the patience: a super learner that has just left "
+        "has yet to end\n",
         "",
     ),
     Mutant(
@@ -389,8 +389,8 @@ MUTANTS = (
     Mutant(
         "a member that asks for an old decision is not told",
         "agreement.pyx",
-        "if header.kind in (VOTE, ASK, PREPARE):     # it",
-        "if False:     # it",
+        "if header.kind in (VOTE, ASK, PREPARE):     # the peer",
+        "if False:     # the peer",
     ),
     Mutant(
         "a version is not raised",

@@ -2,8 +2,9 @@
 # Why compiled: the engine's thread agrees without the GIL; exploration copies the state a million times.
 """Agreement among members that may crash, as a pure state machine.
 
-Open MPI's agreement gives split answers while several threads use MPI. This one is made of plain messages
-that the caller moves, in order and without loss on each pair's channel until one of the two crashes.
+Open MPI's agreement returns different results to different members while several threads use MPI. This
+agreement is made of plain messages that the caller moves, in order and without loss on each pair's channel
+until one of the two members crashes.
 
     member                     coordinator: the lowest member believed alive
     VOTE(number) ------------> waits for every member that it does not believe failed
@@ -16,22 +17,25 @@ coordinator whose predecessor is believed failed first asks: ASK(attempt) -> ANS
 repeats the accepted value of the highest attempt; only if there is none, it makes one from the votes.
 
 With `direct`, two steps without a coordinator suffice as long as no failure is suspected: every member sends
-its vote to all; a member that has all votes accepts the value that follows from them, and sends ACK to all; one that has
-all acknowledgements has decided. It takes n^2 messages, half as long. At a suspicion the coordinator asks, as above.
+its vote to all; a member that has all votes accepts the value that follows from them, and sends ACK to all; a
+member that has all acknowledgements has decided. This takes n^2 messages and half of the time. As soon as a
+failure is suspected, the coordinator asks, as above.
 
 Why decisions do not split. An attempt is the coordinator's rank, so each member has one attempt per decision,
-and attempts rise as coordinators fail; the direct one is below all. A member that has answered an attempt takes no part in a lower one, nor
-in one of a member that it believes failed. A commit needs an acknowledgement of every member that its
-coordinator does not believe failed, so a later coordinator finds the value at any of these that it hears: at
-itself, unless the earlier one believed it failed. Two different decisions therefore need two members that each
-believe the other failed, and no member that either of them believes alive. A falsely suspected coordinator
-lacks an acknowledgement, waits, and is told the decision; one that declares it failed makes it `excluded`: it
-decides nothing more. With `majority`, nothing is committed unless more than half of the last decision's members
-are believed alive and have answered; then no false suspicion splits a decision.
+and attempts rise as coordinators fail; the direct attempt is below all. A member that has answered an attempt
+takes no part in a lower one, nor in an attempt of a member that it believes failed. A commit needs an
+acknowledgement of every member that its coordinator does not believe failed, so a later coordinator finds the
+value at any of these members that answers: at itself, unless the earlier coordinator believed it failed. Two
+different decisions therefore need two members that each believe the other failed, and no member that either
+of them believes alive. A falsely suspected coordinator lacks an acknowledgement, waits, and is sent the
+decision; a decision that declares this coordinator failed makes it `excluded`: it decides nothing more. With
+`majority`, nothing is committed unless more than half of the last decision's members are believed alive and
+have answered; then no false suspicion splits a decision.
 
-Beliefs (which members have failed) are never withdrawn. They travel with votes, questions and values: a member that alone
-believes a coordinator failed convinces the next one, and one that alone believes a member failed its coordinator.
-One false suspicion blocks nobody. Several at once may (in a circle of three: each waits for the next).
+Beliefs (which members have failed) are never withdrawn. Votes, questions and values carry them: if a single
+member believes that a coordinator has failed, the next coordinator adopts that belief; if it believes that
+another member has failed, its coordinator does. One false suspicion blocks no member. Several at once may
+(three members that suspect each other in a circle: each waits for the next).
 
 Old decisions: the last one is enough. A decision needs the vote of every member that it does not declare
 failed, and a member votes for number k + 1 after it has decided k. So a member that still asks for k meets peers
@@ -57,7 +61,7 @@ cdef size_t nbytes_of(int n) noexcept nogil:
 
 
 cdef void lay_out(AgreementState* a) noexcept nogil:
-    """Point into the one block that holds everything."""
+    """Set the pointers of `a` into the one block of memory that holds the whole state."""
     cdef int i
     cdef char* lists
     a.votes = <Vote*>(<char*>a + sizeof(AgreementState))
@@ -108,7 +112,7 @@ cdef void agreement_free(AgreementState* a) noexcept nogil:
 
 
 cdef size_t agreement_message_size(int n) noexcept nogil:
-    """Longest message, in bytes."""
+    """Return the length of the longest message among n members, in bytes."""
     return sizeof(Header) + n * sizeof(int32_t)
 
 
@@ -116,7 +120,7 @@ cdef size_t agreement_message_size(int n) noexcept nogil:
 
 
 cdef int lowest(const char* failed, int n) noexcept nogil:
-    """The first member that is not failed; n if all are."""
+    """Return the lowest member that is not marked in `failed`; n if all are."""
     cdef int i = 0
     while i < n and failed[i]:
         i += 1
@@ -148,7 +152,7 @@ cdef bint all_heard(const AgreementState* a) noexcept nogil:
 
 
 cdef bint doubts(const AgreementState* a) noexcept nogil:
-    """Whether a member is believed failed that no decision has declared failed."""
+    """Whether this member believes another one failed that no decision has declared failed."""
     cdef int i
     for i in range(a.n):
         if a.suspected[i] and not a.last.failed[i]:
@@ -176,9 +180,9 @@ cdef bint all_voted(const AgreementState* a) noexcept nogil:
 
 
 cdef Outgoing* post(AgreementState* a, MessageKind kind, int64_t number) noexcept nogil:
-    """A new entry of the queue, without targets."""
+    """Append a message without targets to the queue, and return it."""
     cdef Outgoing* out = &a.queue[(a.first + a.queued) % AGREEMENT_QUEUE]
-    a.queued += 1           # never beyond the queue: see AGREEMENT_QUEUE
+    a.queued += 1           # fits: AGREEMENT_QUEUE is twice what one input adds
     memset(&out.header, 0, sizeof(Header))
     memset(out.targets, 0, a.n)
     memset(out.failed, 0, a.n)
@@ -213,7 +217,7 @@ cdef Outgoing* post_vote(AgreementState* a) noexcept nogil:
 
 
 cdef void send_answer(AgreementState* a) noexcept nogil:
-    """To the asker: this member's vote, and the value that it has accepted."""
+    """Answer the coordinator `asker`: this member's vote, and the value that it has accepted."""
     cdef Outgoing* out = post(a, ANSWER, a.number)
     put_vote(a, out)
     out.header.attempt = a.asker
@@ -224,14 +228,14 @@ cdef void send_answer(AgreementState* a) noexcept nogil:
 
 
 cdef Outgoing* post_last(AgreementState* a) noexcept nogil:
-    """The last decision, once more."""
+    """Queue a COMMIT of the last decision, for members that may lack it."""
     cdef Outgoing* out = post(a, COMMIT, a.number - 1)
     put_value(a, out, &a.last)
     return out
 
 
 cdef size_t agreement_take(AgreementState* a, int* peer, void* message) noexcept nogil:
-    """The next outgoing message, of at most agreement_message_size bytes; 0 if there is none."""
+    """Write the next outgoing message to `message`, and its receiver to `peer`; return nbytes, 0 for none."""
     cdef Outgoing* out
     cdef Header* header = <Header*>message
     cdef int32_t* ranks = <int32_t*>(header + 1)
@@ -259,9 +263,9 @@ cdef size_t agreement_take(AgreementState* a, int* peer, void* message) noexcept
 
 
 cdef void begin(AgreementState* a) noexcept nogil:
-    """Nothing is known of decision a.number, but votes that came early."""
+    """Reset the state for decision a.number; keep the votes for it that have already arrived."""
     cdef int i
-    a.promised = DIRECT if a.direct else lowest(a.last.failed, a.n)     # the attempt that needs no question
+    a.promised = DIRECT if a.direct else lowest(a.last.failed, a.n)     # the first attempt sends no ASK
     a.accepted = NO_ATTEMPT
     a.asker = -1
     a.best = NO_ATTEMPT
@@ -282,8 +286,8 @@ cdef void decide(AgreementState* a, const Value* value, bint told) noexcept nogi
     """Adopt a committed value.
 
     Args:
-        told: every member has been sent it. If not, tell those that this member believes failed: one that is
-            alive all the same may have asked, was not answered, and will not ask again."""
+        told: every member has been sent the value. If not, send it to members that this one believes failed:
+            such a member may be alive, may have asked in vain, and does not ask again."""
     cdef int i
     cdef Outgoing* out
     if not told:
@@ -305,7 +309,7 @@ cdef void decide(AgreementState* a, const Value* value, bint told) noexcept nogi
 
 
 cdef void take_role(AgreementState* a) noexcept nogil:
-    """Become the coordinator if every lower member is believed failed; go on as far as possible."""
+    """Become the coordinator if every lower member is believed failed; take all steps possible now."""
     cdef Outgoing* out
     if a.direct and not doubts(a):
         go_directly(a)
@@ -316,7 +320,7 @@ cdef void take_role(AgreementState* a) noexcept nogil:
         a.stage = COLLECTING
     elif a.stage == MEMBER:
         if a.number > 0:
-            to_living(a, post_last(a))      # before ASK: some may not have it, and the predecessor crashed
+            to_living(a, post_last(a))      # before ASK: members may lack the last decision
         a.stage = TAKING_OVER
     if a.stage == TAKING_OVER and agreement_voted(a):
         a.promised = a.me
@@ -332,7 +336,7 @@ cdef void take_role(AgreementState* a) noexcept nogil:
 
 
 cdef void go_directly(AgreementState* a) noexcept nogil:
-    """Accept what follows from all votes; decide it once all members have accepted it."""
+    """Accept the value that follows from all votes; decide it once all members have accepted it."""
     cdef Outgoing* out
     if a.promised > DIRECT:
         return
@@ -353,7 +357,7 @@ cdef void copy_value(AgreementState* a, Value* to, const Value* value) noexcept 
 
 
 cdef void progress(AgreementState* a) noexcept nogil:
-    """As coordinator: the next stage, if every member believed alive has answered."""
+    """As coordinator: enter the next stage if every member believed alive has answered."""
     cdef Outgoing* out
     if a.stage < COLLECTING or not agreement_quorum(a):
         return
@@ -365,12 +369,12 @@ cdef void progress(AgreementState* a) noexcept nogil:
         out = post(a, COMMIT, a.number)
         put_value(a, out, &a.held)
         for i in range(a.n):
-            out.targets[i] = i != a.me and not a.last.failed[i]     # also those believed failed
+            out.targets[i] = i != a.me and not a.last.failed[i]     # also to members believed failed
         decide(a, &a.held, True)
 
 
 cdef void propose(AgreementState* a) noexcept nogil:
-    """Accept and send the value of the highest attempt, or one made of the votes."""
+    """Accept and send the value of the highest attempt; without one, the value that the votes give."""
     cdef Outgoing* out
     if a.best > NO_ATTEMPT:
         copy_value(a, &a.held, &a.found)
@@ -386,7 +390,7 @@ cdef void propose(AgreementState* a) noexcept nogil:
 
 
 cdef void count_votes(AgreementState* a) noexcept nogil:
-    """held = the value of all votes of members believed alive."""
+    """held = the value that follows from the votes of all members believed alive."""
     cdef int i
     a.held.outcome = 0xFFFFFFFF
     a.held.equal = True
@@ -420,7 +424,7 @@ cdef int agreement_vote(AgreementState* a, uint32_t flag, uint64_t digest) noexc
 
 
 cdef int agreement_failed(AgreementState* a, int peer) noexcept nogil:
-    """Peer is believed failed, for good."""
+    """Mark a peer as failed; this is never withdrawn. Return -1 if `peer` is no other member."""
     if not 0 <= peer < a.n or peer == a.me:
         return -1
     if not a.suspected[peer] and not a.excluded:
@@ -430,7 +434,9 @@ cdef int agreement_failed(AgreementState* a, int peer) noexcept nogil:
 
 
 cdef void beliefs_changed(AgreementState* a, int source) noexcept nogil:
-    """The coordinator may lack these beliefs, and a new one this member's vote; not if it is their source."""
+    """Send vote and beliefs to the coordinator, which may lack both if it is new.
+
+    Nothing is sent if `source`, the member from which the beliefs came, is the coordinator."""
     cdef int coordinator = lowest(a.suspected, a.n)
     if coordinator not in (a.me, source) and agreement_voted(a):
         post_vote(a).targets[coordinator] = 1
@@ -438,7 +444,7 @@ cdef void beliefs_changed(AgreementState* a, int source) noexcept nogil:
 
 
 cdef void adopt(AgreementState* a, int peer, const Header* header, const int32_t* ranks) noexcept nogil:
-    """Believe what a peer believes, but not of this member itself."""
+    """Mark the members as failed that a peer believes failed, but not this member itself."""
     cdef int i
     cdef bint changed = False
     for i in range(header.count):
@@ -478,14 +484,14 @@ cdef int agreement_receive(AgreementState* a, int peer, const void* message, siz
     cdef const int32_t* ranks = <const int32_t*>(header + 1)
     if not well_formed(a, peer, header, ranks, nbytes):
         return -1
-    if header.kind == VOTE and header.number > a.number + 1:    # decision a.number needs this member's vote
+    if header.kind == VOTE and header.number > a.number + 1:    # a.number needs this member's vote
         return -1
     if a.excluded:
         return 0
     if header.kind == COMMIT:
         on_commit(a, header, ranks)
     elif header.number < a.number:
-        if header.kind in (VOTE, ASK, PREPARE):     # it has not decided what is decided
+        if header.kind in (VOTE, ASK, PREPARE):     # the peer lacks the last decision
             post_last(a).targets[peer] = 1
     elif not a.suspected[peer]:
         on_message(a, peer, header, ranks)
@@ -493,19 +499,19 @@ cdef int agreement_receive(AgreementState* a, int peer, const void* message, siz
 
 
 cdef void on_commit(AgreementState* a, const Header* header, const int32_t* ranks) noexcept nogil:
-    """A commit is a fact, whichever member sends it."""
+    """Adopt a committed decision, whichever member sends it."""
     cdef int i
     if header.number == a.number:
         read_value(a, &a.held, header, ranks)
         decide(a, &a.held, False)
-    elif header.number > a.number:      # decided without this member's vote, so it is among the failed
+    elif header.number > a.number:      # decided without this member's vote: it was declared failed
         for i in range(header.count):
             if ranks[i] == a.me:
                 a.excluded = True
 
 
 cdef void on_message(AgreementState* a, int peer, const Header* header, const int32_t* ranks) noexcept nogil:
-    """Of a member believed alive, about this decision; a VOTE may be about the next one."""
+    """Act on a message of a member believed alive, about this decision; a VOTE may be about the next one."""
     if header.kind == VOTE:
         a.votes[peer].number = header.number
         a.votes[peer].digest = header.digest
@@ -557,7 +563,8 @@ cdef class Agreement:
         me: this member.
         majority: commit only with more than half of the last decision's members. By default any number of
             members that believe the others failed decides.
-        direct: decide in two steps while no failure is suspected, with n^2 messages; the same on all members.
+        direct: decide in two steps while no failure is suspected, with n^2 messages. All members must pass
+            the same value.
     """
     cdef AgreementState* core
 
@@ -575,7 +582,7 @@ cdef class Agreement:
 
     @property
     def number(self):
-        """Of the decision under way; all below it are decided."""
+        """The number of the decision under way; all lower numbers are decided."""
         return self.core.number
 
     @property
@@ -599,24 +606,24 @@ cdef class Agreement:
         return [i for i in range(self.core.n) if self.core.suspected[i]]
 
     def vote(self, uint32_t flag, uint64_t digest=0):
-        """Vote for decision `number`. Returns the number."""
+        """Vote for decision `number`, and return that number."""
         number = self.core.number
         if agreement_vote(self.core, flag, digest) != 0:
             raise RuntimeError(f"decision {number}: this member has voted, or is excluded")
         return number
 
     def receive(self, int peer, const uint8_t[::1] message not None):
-        """Take in a message that `peer` has sent."""
+        """Process a message that `peer` has sent."""
         if message.shape[0] == 0 or agreement_receive(self.core, peer, &message[0], message.shape[0]) != 0:
             raise ValueError(f"malformed message of {message.shape[0]} bytes from member {peer}")
 
     def failed(self, int peer):
-        """Peer is believed failed, for good."""
+        """Mark `peer` as failed; this is never withdrawn."""
         if agreement_failed(self.core, peer) != 0:
             raise ValueError(f"failed({peer}): allowed are the peers among {self.core.n} members")
 
     def take_outgoing(self):
-        """[(peer, message)], in the order in which to send them."""
+        """Return the outgoing messages as [(peer, message)], in the order in which to send them."""
         cdef int peer
         cdef size_t nbytes
         cdef bytearray message = bytearray(agreement_message_size(self.core.n))
@@ -629,9 +636,9 @@ cdef class Agreement:
             taken.append((peer, buffer[:nbytes]))
 
     def decision(self, int64_t number):
-        """Decision `number`, None if there is none yet; kept until the next one.
+        """Return decision `number`, None if it is not decided yet. Only the last decision is kept.
 
-        The failed members are those of all decisions so far."""
+        Its `failed` lists the members that all decisions so far have declared failed."""
         if number >= self.core.number:
             return None
         if number != self.core.number - 1:
@@ -640,7 +647,7 @@ cdef class Agreement:
         return Decision(number, self.core.last.outcome, bool(self.core.last.equal), failed)
 
     def last_commit(self):
-        """The last decision as a message, for peers that may lack it; b"" if there is none."""
+        """Return the last decision as a message, for peers that may lack it; b"" if nothing is decided."""
         cdef int peer, other = 1 if self.core.me == 0 else 0
         cdef bytearray message = bytearray(agreement_message_size(self.core.n))
         cdef char* buffer = message
@@ -650,7 +657,7 @@ cdef class Agreement:
         return buffer[:agreement_take(self.core, &peer, buffer)]
 
     def copy(self):
-        """The same state, in another object."""
+        """Return another Agreement with the same state."""
         cdef Agreement made = Agreement.__new__(Agreement, self.core.n, self.core.me)
         agreement_free(made.core)
         made.core = agreement_copy(self.core)
@@ -659,10 +666,12 @@ cdef class Agreement:
         return made
 
     def state(self):
-        """Everything that the next inputs depend on, hashable. Outgoing messages must have been taken."""
+        """Return all state that the effect of later inputs depends on, hashable.
+
+        Outgoing messages must have been taken."""
         cdef AgreementState* a = self.core
         cdef size_t lists = 6 * a.n
-        if a.excluded:      # only the end matters
+        if a.excluded:      # nothing else counts any more
             return ("excluded", a.me)
         return (a.number, a.stage, a.promised, a.accepted, a.asker, a.best, a.last.outcome, a.last.equal,
                 a.held.outcome, a.held.equal, a.found.outcome, a.found.equal,

@@ -1,4 +1,4 @@
-# The sum over members of a wire: a butterfly of messages, or the wire's own.
+# The sum of numbers over members of a wire: by a butterfly of messages, or by the wire's library.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.wire cimport Status, Transfer, Wire
@@ -8,27 +8,27 @@ cdef struct Network:
     int* members            # ranks on the wire, ascending
     int rank                # of this engine among the members
     int size
-    bint butterfly          # else the wire's own sum
-    int epoch               # which members these are: sums of an earlier epoch are another sum
-    int stages              # of the butterfly, folding included
-    int folded              # learners that only give to a neighbour and take from it
+    bint butterfly          # False: the wire's library sums
+    int epoch               # changes when sums are given up or members leave: selects the channels
+    int stages              # of the butterfly, with the first and the last one, which fold
+    int folded              # members that only send their numbers to a neighbour, and receive the sum from it
 
-cdef struct Sum:            # one in flight
+cdef struct Sum:            # a sum in flight
     int count
     bint double_precision
     int channel
     int stage
-    bint torn               # a peer's sum has another length
+    bint torn               # a peer has sent another number of bytes
     char* total
     char* incoming
     Transfer outgoing
-    Transfer arriving       # or the wire's own sum
+    Transfer arriving       # or the sum by the wire's library
 
-cdef struct Step:           # what a learner does in a stage
-    int peer             # NOBODY: nothing
+cdef struct Step:           # what a member does in a stage
+    int peer             # rank among the members; NOBODY: this member skips the stage
     bint sends
     bint receives
-    bint adds               # what it receives; else it takes it as it is
+    bint adds               # what is received is added to the sum; else it is the sum
 
 cdef void network_open(Network* n) noexcept nogil
 cdef Step step_of(Network* n, int stage) noexcept nogil

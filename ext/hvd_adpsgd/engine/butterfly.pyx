@@ -1,16 +1,17 @@
 # cython: language_level=3
 # Why compiled: the engine's thread sums without the GIL.
-"""The sum of all members' numbers, in one of two ways.
+"""The sum of numbers over all members, by one of two all-reduces.
 
-The wire's own (MPI's non-blocking all-reduce), or a butterfly of pairwise exchanges (recursive doubling):
+One is the wire's own (MPI's non-blocking all-reduce); the other a butterfly of pairwise exchanges (recursive
+doubling):
 
     rank       0     1     2     3
     stage 1    0+1   0+1   2+3   2+3        peer: rank XOR 1
     stage 2    all   all   all   all        peer: rank XOR 2
 
-log2 n stages for n a power of two. Otherwise n - p ranks, p the largest power of two up to n, first send
-their numbers to a neighbour and receive the sum from it in the end: two stages more. Both peers add the
-same two numbers, and floating-point addition commutes, so all ranks have the same bits.
+The butterfly has log2 n stages for n a power of two. Otherwise n - p ranks, p the largest power of two up to
+n, first send their numbers to a neighbour and receive the sum from it in the end: two stages more. Both peers
+add the same two numbers, and floating-point addition commutes, so all ranks have the same bits.
 
 Source: Su and Chen, arXiv:1507.01239 (the butterfly); Thakur, Rabenseifner and Gropp, IJHPCA 2005
     (recursive doubling, and folding for other n).
@@ -23,12 +24,12 @@ from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, SUMS, TOO_LONG, recei
 
 cdef enum:
     STAGES = 64             # channels of one sum
-    NUMBERS = 32            # sums with channels of their own; more than are in flight at once
-    EPOCHS = 128
+    NUMBERS = 32            # sums of an epoch with channels of their own; more than are in flight at once
+    EPOCHS = 128            # epochs with channels of their own
 
 
 cdef void network_open(Network* n) noexcept nogil:
-    """Set up the stages for `size` members."""
+    """Compute `stages` and `folded` from `size`."""
     cdef int power = 1
     n.stages = 2
     while 2 * power <= n.size:
@@ -38,7 +39,7 @@ cdef void network_open(Network* n) noexcept nogil:
 
 
 cdef Step step_of(Network* n, int stage) noexcept nogil:
-    """What this rank does in a stage: 0 folds, the last unfolds, those between are the butterfly.
+    """Return what this rank does in a stage: 0 folds, the last unfolds, those between are the butterfly.
 
     Of the first 2 * folded ranks every even one folds into the next."""
     cdef Step step
@@ -63,10 +64,10 @@ cdef Step step_of(Network* n, int stage) noexcept nogil:
 
 cdef Status sum_post(Network* n, Sum* s, const void* mine, int count, bint double_precision,
                      int number) noexcept nogil:
-    """s.total = the sum of all members' `mine`; all post their sums in the same order.
+    """Begin a sum: s.total = the sum of all members' `mine`. All members post their sums in the same order.
 
     s.total and s.incoming have room for `count` numbers. If a peer's sum has another length, the last
-    number becomes NaN on all ranks. PENDING, or why it could not be posted."""
+    number becomes NaN on all ranks. Return PENDING, or why the sum could not be posted."""
     s.outgoing.in_use = s.arriving.in_use = False
     s.outgoing.status = s.arriving.status = DONE
     s.count = count
@@ -82,7 +83,9 @@ cdef Status sum_post(Network* n, Sum* s, const void* mine, int count, bint doubl
 
 
 cdef Status sum_test(Network* n, Sum* s) noexcept nogil:
-    """Test once."""
+    """Test the messages of a sum once, and post those of the next stages.
+
+    Return DONE when s.total is complete."""
     cdef Status status
     if not n.butterfly:
         return test_once(n.wire, &s.arriving)
@@ -98,7 +101,7 @@ cdef Status sum_test(Network* n, Sum* s) noexcept nogil:
 
 
 cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
-    """Bytes that this rank sends for `nbytes` of numbers; for MPI's own all-reduce, taken as `nbytes`."""
+    """Return the bytes that this rank sends for a sum of `nbytes`; for MPI's all-reduce, assume `nbytes`."""
     cdef int stage
     cdef int64_t sent = 0
     cdef Step step
@@ -114,7 +117,9 @@ cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
 # ---- a stage -------------------------------------------------------------------------------
 
 cdef Status enter_next(Network* n, Sum* s) noexcept nogil:
-    """Post the messages of the next stage in which this rank takes part."""
+    """Post the messages of the next stage in which this rank takes part.
+
+    PENDING if there is no such stage."""
     cdef Step step
     s.stage += 1
     while s.stage < n.stages:
@@ -137,9 +142,9 @@ cdef Status post_step(Network* n, Sum* s, Step step) noexcept nogil:
 
 
 cdef Status stage_over(Network* n, Sum* s) noexcept nogil:
-    """Whether both messages of the stage are complete.
+    """Return DONE if both messages of the stage are complete.
 
-    Only then may `total` change: the wire reads it until the send is complete."""
+    Before that `total` must not change: the wire reads it until the send is complete."""
     cdef Status received = test_once(n.wire, &s.arriving), sent
     if received == TOO_LONG or (received == DONE and step_of(n, s.stage).receives
                                 and s.arriving.nbytes != nbytes(s)):
@@ -152,7 +157,7 @@ cdef Status stage_over(Network* n, Sum* s) noexcept nogil:
 
 
 cdef void combine(Network* n, Sum* s) noexcept nogil:
-    """Add what has arrived to the sum, or take it as the sum (in the last stage)."""
+    """Add the received numbers to `total`; in the last stage they replace it."""
     cdef Step step = step_of(n, s.stage)
     if step.receives and not step.adds:
         memcpy(s.total, s.incoming, nbytes(s))

@@ -1,9 +1,9 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""Control messages under way: one receive from anybody, and the sends that are not complete.
+"""Control messages of an engine: one posted receive from any peer, and the sends that are not complete.
 
-Reports travel here, and not on a channel of their own: the same receive takes them. Those that are under way to or from
-an engine that leaves may be lost."""
+Reports share the channel of control messages, so that the same receive takes them. A report that an engine is
+sending or receiving while it leaves may be lost."""
 
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -16,7 +16,7 @@ from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WI
 
 
 cdef int longest_message(int size) noexcept nogil:
-    """Bytes: of all departures, or of as many reports as one message holds."""
+    """Return the bytes of the longest control message: with all departures, or with REPORTS reports."""
     return max(<int>sizeof(Message) + departed_nbytes(size), <int>sizeof(Parcel))
 
 
@@ -28,7 +28,7 @@ cdef bint open_control(Control* c, int size) noexcept:
 
 
 cdef void close_control(Control* c) noexcept:
-    """The wire may still use the inbox if it has not given the receive back."""
+    """Free the buffers; not the inbox while the wire still uses it for the posted receive."""
     if not c.listening.in_use:
         free(c.inbox)
     free(c.taken)
@@ -41,10 +41,10 @@ cdef void listen(Core* e) noexcept nogil:
 
 
 cdef Message* take_message(Core* e, int* peer) noexcept nogil:
-    """The next message that has arrived, until the next call; NULL if there is none.
+    """Return the next message about exchanges or departures, valid until the next call; NULL if none.
 
-    Reports are kept on the way to it, and what no engine sends is ignored. Neither counts as work, so an idle engine keeps
-    its long sleep."""
+    Reports that arrived before it are stored, and malformed messages are ignored. Neither counts as work, so
+    an idle engine keeps its long sleep."""
     cdef Message* message = next_message(e, peer)
     while message != NULL and (message.kind == REPORT or message.kind == NONE):
         message = next_message(e, peer)
@@ -56,7 +56,7 @@ cdef Message* next_message(Core* e, int* peer) noexcept nogil:
     cdef Status status
     if e.mailbox.fault == FAULT_MPI:
         return NULL
-    if not c.listening.in_use:              # the wire has given the receive back with a peer's failure
+    if not c.listening.in_use:              # a peer's failure has ended the receive
         listen(e)
     status = test_once(e.wire, &c.listening)
     if status == PENDING:
@@ -78,7 +78,7 @@ cdef Message* next_message(Core* e, int* peer) noexcept nogil:
 
 
 cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
-    """Whether an engine sends such a message: fields of others would lead out of the memory of the model."""
+    """Whether a message is one that engines send: other fields could address memory outside of the model."""
     cdef int64_t behind = nbytes - <int64_t>sizeof(Message)
     if behind < 0 or not 0 <= m.weight <= 1 or m.exchange < 0 or m.nchunks < 0 or m.first < 0 or m.generation < 0:
         return False
@@ -92,13 +92,15 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
 
 
 cdef void note_malformed(Core* e, int peer) noexcept nogil:
-    """It is ignored; the trainer is told."""
+    """Count a malformed message of a peer, for the trainer; the message itself is ignored."""
     store(&e.mailbox.counters.malformed_from, peer)
     add(&e.mailbox.counters.malformed, 1)
 
 
 cdef void take_reports(Core* e) noexcept nogil:
-    """Keep the reports of the message that has arrived."""
+    """Store the reports of the REPORT that has arrived.
+
+    A newer report proves to the wire that its peer lives."""
     cdef Parcel* parcel = <Parcel*>e.control.taken
     cdef int i
     for i in range(parcel.message.nchunks):
@@ -107,7 +109,7 @@ cdef void take_reports(Core* e) noexcept nogil:
 
 
 cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nchunks) noexcept nogil:
-    cdef int64_t newest = load(&e.ngenerations) - 1     # once: the trainer may add a generation before the next line
+    cdef int64_t newest = load(&e.ngenerations) - 1     # read once: the trainer may add one meanwhile
     message.kind = kind
     message.exchange = exchange
     message.nchunks = nchunks
@@ -120,7 +122,9 @@ cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nc
 
 
 cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil:
-    """A peer that has failed gets nothing; the wire reports it (next_failed)."""
+    """Send a control message.
+
+    To a peer that has failed nothing is sent; the wire reports it (next_failed)."""
     cdef Letter* letter = new_letter(e, peer, sizeof(Message))
     if letter == NULL:
         return
@@ -129,7 +133,7 @@ cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) 
 
 
 cdef void send_ask(Core* e, int peer, int exchange, int first) noexcept nogil:
-    """With all chunks of the model, of which the exchange moves some."""
+    """Send ASK, with `first` and with the chunks of the whole model, of which the exchange moves a part."""
     cdef Letter* letter = new_letter(e, peer, sizeof(Message))
     if letter == NULL:
         return
@@ -138,7 +142,7 @@ cdef void send_ask(Core* e, int peer, int exchange, int first) noexcept nogil:
 
 
 cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil:
-    """BYE or NEWS, with all departures that this engine knows of."""
+    """Send BYE or NEWS, with all departures that this engine knows of."""
     cdef int nbytes = departed_nbytes(e.wire.size)
     cdef Letter* letter = new_letter(e, peer, sizeof(Message) + nbytes)
     cdef Message* message
@@ -150,7 +154,10 @@ cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil:
 
 
 cdef void tell_reports(Core* e) noexcept nogil:
-    """Send what is known to a peer, if it is time. One that cannot be reached keeps one message on its way, and delays none to others."""
+    """Send the newest reports to a random peer, every `every_s` seconds.
+
+    A peer to which a control message is still being sent is skipped, so an unreachable one holds one message
+    only."""
     cdef Reports* r = &e.reports
     cdef int peer
     if r.known == NULL or e.mailbox.orders.leaving or now(e) < r.next_at:
@@ -162,7 +169,7 @@ cdef void tell_reports(Core* e) noexcept nogil:
 
 
 cdef bint is_written_to(Core* e, int peer) noexcept nogil:
-    """Whether a control message is on its way to a peer."""
+    """Whether a control message is still being sent to a peer."""
     cdef Letter* letter = e.control.outgoing
     while letter != NULL and letter.transfer.peer != peer:
         letter = letter.next_one
@@ -170,7 +177,7 @@ cdef bint is_written_to(Core* e, int peer) noexcept nogil:
 
 
 cdef void send_reports(Core* e, int peer) noexcept nogil:
-    """REPORT, once the trainer has made a report."""
+    """Send REPORT to a peer; nothing before the trainer's first report."""
     cdef Letter* letter = new_letter(e, peer, sizeof(Parcel))
     cdef Parcel* parcel = <Parcel*>(letter + 1)
     cdef int count
@@ -185,7 +192,7 @@ cdef void send_reports(Core* e, int peer) noexcept nogil:
 
 
 cdef Letter* new_letter(Core* e, int peer, size_t nbytes) noexcept nogil:
-    """A letter with room for a message of so many bytes behind it; NULL without memory."""
+    """Return a letter followed by room for a message of `nbytes`; NULL if memory is exhausted."""
     cdef Letter* letter = <Letter*>calloc(1, sizeof(Letter) + nbytes)
     if letter == NULL:
         latch(&e.mailbox, FAULT_MEMORY, 0, peer)
@@ -193,7 +200,7 @@ cdef Letter* new_letter(Core* e, int peer, size_t nbytes) noexcept nogil:
 
 
 cdef void post(Core* e, Letter* letter, int nbytes, int peer) noexcept nogil:
-    """Send what is behind the letter, which is the list's from then on."""
+    """Send the message behind the letter, and append the letter to `outgoing`, which owns it."""
     cdef Status status = send(e.wire, &letter.transfer, letter + 1, nbytes, peer, CONTROL)
     if status != PENDING:
         if status == WIRE_DOWN:
@@ -205,9 +212,10 @@ cdef void post(Core* e, Letter* letter, int nbytes, int peer) noexcept nogil:
 
 
 cdef bint owes_answers(Core* e) noexcept nogil:
-    """Whether messages about exchanges are not yet sent to peers that may wait for them.
+    """Whether messages about exchanges are still being sent to peers that may be waiting for them.
 
-    Those about departures may be lost with this engine: it ends when another one has its departure. So may reports."""
+    Departures do not count, as this engine ends only once another one has its departure; nor do reports,
+    which may be lost."""
     cdef Letter* letter = e.control.outgoing
     cdef int kind
     while letter != NULL:
@@ -220,7 +228,7 @@ cdef bint owes_answers(Core* e) noexcept nogil:
 
 
 cdef bint reap(Core* e, Letter** link) noexcept nogil:
-    """Free the messages of a list that are sent. True if there were any."""
+    """Free the letters of a list whose sends are complete. Return whether there were any."""
     cdef Letter* letter
     cdef bint moved = False
     while link[0] != NULL:

@@ -1,13 +1,14 @@
-# One engine: its owners, each with its own state, and what it is handed.
+# The state of one engine (Core): a struct for each part of the engine, and the objects that it is created
+# with.
 #
-#     wire, clock     handed in: bytes between super learners, time
+#     wire, clock     passed in: the wire moves bytes between super learners, the clock returns the time
 #     memory          the model in chunks (store.pyx)
-#     mailbox            orders of the trainer, and what it reads (mailbox.pxd)
+#     mailbox         orders of the trainer to the engine's thread, and what the trainer reads (mailbox.pxd)
 #     membership      states of the peers, and departures (membership.pyx)
-#     control         control messages under way (control.pyx)
-#     reports         what super learners say of themselves (reports.pyx)
-#     pairs           exchanges (pairs.pyx, lanes.pyx, exchange.pyx)
-#     mean            the mean of all (mean.pyx)
+#     control         control messages that are being received or sent (control.pyx)
+#     reports         the newest status report of each super learner (reports.pyx)
+#     pairs           exchanges with one peer (pairs.pyx, lanes.pyx, exchange.pyx)
+#     mean            the exact mean of all models (mean.pyx)
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.agreement cimport AgreementState
@@ -20,67 +21,67 @@ from hvd_adpsgd.engine.wire cimport Clock, Transfer, Wire
 
 cdef enum:
     LANES = 8               # chunks of one exchange or mean in flight at once
-    SPARES = 2              # sets of buffers kept for the next exchange
-    SETS = 8                # sets of buffers in the memory shared on a host
-    STAMP = 64              # bytes before each shared buffer: which chunk of which exchange it holds
+    SPARES = 2              # private buffers of exchanges that are over, kept for later exchanges; at most
+    SETS = 8                # sets of exchange buffers in the memory that an engine shares on its host
+    STAMP = 64              # bytes before each buffer in shared memory: they name the exchange and the chunk
 
 # ---- control -------------------------------------------------------------------------------
 
 cdef enum Kind:
-    NONE = 0                # what no engine sends
+    NONE = 0                # a malformed message: no engine sends this kind
     ASK = 1
     YES = 2
     NO = 3
-    BYE = 4                 # the sender has left; behind the message all departures that it knows of
-    NEWS = 5                # others have left: as behind BYE
-    BYE_SEEN = 6            # answer of an engine that stays; `exchange` is that of the BYE or NEWS
+    BYE = 4                 # the sender has left; all departures that the sender knows of follow the message
+    NEWS = 5                # other engines have left; all departures that the sender knows of follow
+    BYE_SEEN = 6            # answer to BYE or NEWS by an engine that stays; `exchange` is copied from it
     CUT = 7                 # request: end this exchange after `nchunks` chunks, or a few more
-    CUT_SEEN = 8            # answer: it ends after `nchunks`
-    REPORT = 9              # `nchunks` reports follow it
+    CUT_SEEN = 8            # answer to CUT: the exchange ends after `nchunks` chunks
+    REPORT = 9              # `nchunks` reports follow the message
 
 cdef struct Message:
     int kind
-    int exchange            # number of the exchange; of BYE and NEWS how many departures
+    int exchange            # number of the exchange; in BYE and NEWS: how many departures follow
     int nchunks
-    int first               # of ASK: where the exchange begins
+    int first               # in ASK: index of the first chunk of the exchange
     int generation
     uint64_t fingerprint
     double weight
     int64_t round
 
-cdef struct Parcel:         # a REPORT
+cdef struct Parcel:         # a REPORT message with its reports
     Message message
     Report reports[REPORTS]
 
-cdef struct Letter:         # a message on its way; its bytes follow
+cdef struct Letter:         # a message that is being sent; its bytes follow this struct
     Transfer transfer
     Letter* next_one
 
 cdef struct Control:
-    Message* inbox          # with room for departures, and for a Parcel
-    Message* taken          # the last one that has arrived
+    Message* inbox          # receive buffer: a Message with all departures, or a Parcel, fits
+    Message* taken          # the last message that has arrived, copied from `inbox`
     Transfer listening
     Letter* outgoing
 
 # ---- pairs ---------------------------------------------------------------------------------
 
 cdef enum Phase:
-    IDLE = 0                # over: the pool takes it back at the end of the poll
+    IDLE = 0                # the exchange is over: it returns to the pool at the end of the poll
     ASKED = 1
     RUNNING = 2
-    CLOSING = 3             # on a shared host: until the peer has read all of our snapshots
-    BROKEN = 4              # the peer has failed, and the wire may still use the buffers
+    CLOSING = 3             # all chunks are merged; with shared memory: the peer may still read our snapshots
+    BROKEN = 4              # the peer has failed; the wire may still use the buffers
 
-cdef struct Place:          # where a chunk is in the sender's shared memory: a snapshot, or a difference
+cdef struct Place:          # where in the sender's shared memory the snapshot or the difference of a chunk is
     int64_t offset
-    int64_t nbytes          # 0: it was not finite
-    int64_t step            # of a difference: the receiver's snapshot in it
+    int64_t nbytes          # 0: the snapshot or the difference was not finite
+    int64_t step            # of a difference: the step of the receiver's model in it
 
-cdef enum Way:              # that a chunk takes
+cdef enum Way:              # how the two sides of an exchange average a chunk
     SENT = 0                # each side sends its snapshot
-    WRITTEN = 1             # ... writes it to shared memory, and sends its place
-    COMPARES = 2            # this side reads the peer's model where it lies, and writes the difference
-    AWAITS = 3              # the peer does
+    WRITTEN = 1             # each side writes its snapshot to shared memory, and sends its Place
+    COMPARES = 2            # this side reads the peer's model in shared memory, and writes the difference
+    AWAITS = 3              # the peer writes the difference, and this side waits for its Place
 
 cdef struct Lane:
     bint busy
@@ -88,16 +89,16 @@ cdef struct Lane:
     bint sent
     bint received
     bint merged
-    int nbytes              # received
-    bint void               # our snapshot was not finite: neither side merges
-    int index               # in the exchange
+    int nbytes              # bytes that were received; 0: the peer's snapshot was not finite
+    bint void               # our snapshot was not finite: neither side merges this chunk
+    int index               # position of the chunk in the exchange
     int chunk
     int64_t step
     char* out
-    char* keep              # our snapshot, in the caches; on a shared host a second copy: `out` bypasses them
+    char* keep              # our snapshot, in the caches; with shared memory a copy: `out` bypasses them
     char* inp
-    Place here              # on a shared host: of our snapshot, and of the peer's
-    Place there
+    Place here              # with shared memory: where our snapshot or difference is
+    Place there             # ... and the peer's
     Transfer sending
     Transfer receiving
 
@@ -106,57 +107,57 @@ cdef struct Exchange:
     Phase phase
     bint active             # this side asked
     bint parked
-    int number              # by the side that asked
-    int first               # chunk; the others follow, around the model
+    int number              # assigned by the side that asked
+    int first               # index of the first chunk; after the model's last chunk follows chunk 0
     int total               # chunks of the model that both sides know
-    int nchunks             # of this exchange
-    int next                # not yet begun; counts from `first`
+    int nchunks             # chunks of this exchange
+    int next                # the first chunk that is not yet begun; counts from `first`
     int done
     int channel
-    int answers             # channel of differences
-    bint cut ""               # this side has asked for an early end
-    bint held               # ... and begins no chunk until CUT_SEEN says how many there are
+    int answers             # channel of the messages that name the Place of a difference
+    bint cut ""               # this side has sent CUT
+    bint held               # ... and begins no chunk until CUT_SEEN returns the new `nchunks`
     double began
-    double moved            # when something last arrived from the peer, or the wire took something of ours
-    bint heard              # ... whether something arrived in this turn
-    double square           # sum of squared differences
+    double moved            # when a chunk of this exchange was last begun, received, merged or sent
+    bint heard              # whether a message of the peer arrived in this turn
+    double square           # sum of squared differences of the two models
     int64_t elements
     int64_t nbytes
-    char* buffers           # private memory, or NULL
-    int set                 # set of buffers in shared memory, or NOBODY
+    char* buffers           # buffers in private memory, or NULL
+    int set                 # index of the set of buffers in shared memory, or NOBODY
     Transfer last_sending
     Transfer last_receiving
     Lane lanes[LANES]
-    Exchange* next_one      # in `running`, or in `pool`
+    Exchange* next_one      # the next one in the list `running` or `pool` of Pairs
 
 cdef struct Pairs:
-    # the plan
+    # options and the schedule
     int* schedule
     int64_t schedule_length
     int64_t cursor
     double weight
-    int wire_type           # element type of chunks on the wire, -1: their own
+    int wire_type           # element type of chunks on the wire, -1: the model's element type
     bint offered_only
-    double share            # of the model's chunks that an exchange moves
+    double share            # fraction of the model's chunks that one exchange moves
     double deadline_s
     int64_t lane_nbytes
     int lanes               # chunks of one exchange in flight at once, at most LANES
     # exchanges
-    Exchange* running       # those that are not over, newest first
+    Exchange* running       # exchanges that are not over, newest first
     Exchange* pool
-    int asking              # peer of our ASK or active exchange
-    int serving             # peer of our passive exchange
-    int number              # of our last ASK
-    int64_t windows         # that our exchanges have moved
+    int asking              # peer of our unanswered ASK or active exchange, or NOBODY
+    int serving             # peer of our passive exchange, or NOBODY
+    int number              # number of our last ASK
+    int64_t windows         # how many of our ASKs were answered with YES; each moves one window of chunks
     double ask_after
     double retry_s
     # buffers
     char* spares[SPARES]
-    char* shared            # our memory that peers on this host map, or NULL
+    char* shared            # this engine's memory that peers on the host map, or NULL
     int64_t shared_nbytes
-    bint changing           # a chunk that this side compares was changing in this turn: it is tried again soon
-    Neighbour* neighbours   # outboxes and models of peers, by peer. NULL if nothing is shared
-    bint taken[SETS]
+    bint changing           # in this turn a peer was changing a chunk that this side compares: poll soon
+    Neighbour* neighbours   # outboxes and models of peers, by rank. NULL if no peer shares memory
+    bint taken[SETS]        # which sets of buffers in shared memory are in use
 
 # ---- mean of all ---------------------------------------------------------------------------
 
@@ -166,36 +167,36 @@ cdef enum MeanStage:
 
 cdef struct Share:          # one chunk of a mean of all, in flight
     bint busy
-    bint void               # ours was not finite
+    bint void               # our chunk was not finite
     int64_t count
     int itemsize
     int64_t step
-    char* mine              # our chunk in the type of sums, with two numbers behind it
+    char* mine              # our chunk in the type of sums, then two numbers: contributors, layout mark
     bint summing
     Sum sum
 
-cdef struct Sums:           # LANES chunks in flight, and behind this struct their buffers
+cdef struct Sums:           # LANES chunks in flight; their buffers follow this struct
     Share shares[LANES]
-    Sums* next_one          # of those given up, which the wire may still use
+    Sums* next_one          # the next one in `abandoned`: sums given up, whose buffers the wire may still use
 
 cdef struct Mean:
     bint enabled
-    bint survives           # failures are reported: all agree that a mean is complete, else it is repeated
+    bint survives           # the wire reports failures: all engines agree on complete means, repeat others
     Network network
     AgreementState* agreement
-    char* inbox             # of the agreement
+    char* inbox             # receive buffer for a message of the agreement
     Transfer listening
     Letter* letters
     Sums* sums
     Sums* abandoned
-    int64_t seen            # changes of the membership
-    int64_t searched        # `seen` at the last search for departed members, and 1
+    int64_t seen            # `peer_events` of the mailbox when departures and failures were last read
+    int64_t searched        # `peer_events` + 1 at the last search for departed members; 0: none yet
     MeanStage stage
     int64_t vote            # number of the decision that this engine has voted for
-    int64_t wanted          # means that the trainer has asked for; finished: those that are over
+    int64_t wanted          # means that the trainer has asked for so far; `finished`: those that are over
     int64_t finished
     bint running
-    int64_t replace         # the model becomes the mean; else the difference is a correction
+    int64_t replace         # the mean replaces the model; else the difference to the mean is a correction
     int nchunks
     int next
     int done
@@ -204,9 +205,9 @@ cdef struct Mean:
     double square
     int64_t nbytes
 
-# ---- all of it -----------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------
 
-cdef struct Generation:     # of the layout, which grows by parameter groups
+cdef struct Generation:     # a version of the layout of chunks: each added parameter group makes one
     int nchunks
     uint64_t fingerprint
 
@@ -230,5 +231,5 @@ cdef inline double now(Core* e) noexcept nogil:
 
 
 cdef inline Generation* generation(Core* e) noexcept nogil:
-    """The layout as of now."""
+    """Return the newest layout."""
     return &e.generations[load(&e.ngenerations) - 1]

@@ -1,4 +1,4 @@
-# Departures: this engine's own, and those of others that it passes on.
+# Announcements that engines have left: this engine's own, and those of other engines, which it passes on.
 from hvd_adpsgd.engine.core cimport Core, Message
 
 cdef void announce_departure(Core* e) noexcept nogil

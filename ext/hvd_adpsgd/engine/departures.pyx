@@ -1,16 +1,17 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""Departures: BYE of an engine that leaves, NEWS of departures from one that stays, and their answers.
+"""Departures of engines: BYE of an engine that leaves, NEWS of departures by others, and the answers to both.
 
     BYE, NEWS  ------------->     all departures that the sender knows of
-               <-------------     BYE_SEEN: this engine stays, and tells its listeners
-               <-------------     BYE: it has left itself; choose another listener
+               <-------------     BYE_SEEN: the receiver stays, and passes the departures on to its listeners
+               <-------------     BYE: the receiver has left, too; choose another listener
 
-An engine may end once a listener that stays has answered: it tells the rest. So an engine has log2(n) BYEs to
-send, and each departure costs every other engine at most as many messages: fewer if several come together, because a
-listener is sent no NEWS before it has answered the last. A listener that has ended answers nothing: after a while
-(PATIENCE) another one is chosen beside it. An engine also ends if no peer that may be there has answered in half of the
-time that it has left: at the end of a job the last ones may have ended before they could say so.
+An engine may end once a listener that stays has answered, because that listener passes the departure on. So
+an engine sends log2(n) BYEs, and each departure costs every other engine at most log2(n) messages: fewer if
+several departures come together, because a listener is sent no NEWS before it has answered the last one. A
+listener that has ended answers nothing: after PATIENCE another one is chosen beside it. An engine also ends
+if no peer that may still run has answered within half of the time that it has to leave: at the end of a job
+the last peers may have ended before they could send BYE.
 """
 
 from hvd_adpsgd.engine.control cimport send_departures, send_control
@@ -18,11 +19,11 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport (Listener, Membership, choose_listeners, give_up_listeners, has_departed,
                                            hops, is_taken_over, knows_no_more, listener_of, note_departure)
 
-cdef double PATIENCE = 0.04         # for the answer to a BYE, times leave_deadline_s
+cdef double PATIENCE = 0.04         # longest wait for the answer to a BYE, as a fraction of leave_deadline_s
 
 
 cdef void announce_departure(Core* e) noexcept nogil:
-    """Tell the listeners that this engine leaves, and what other departures it knows of."""
+    """Send BYE to the listeners, with all departures that this engine knows of."""
     cdef Membership* m = &e.membership
     m.departing = True
     m.said_at = now(e)
@@ -32,7 +33,7 @@ cdef void announce_departure(Core* e) noexcept nogil:
 
 
 cdef void pass_on(Core* e) noexcept nogil:
-    """Tell the listeners of departures that they may not know."""
+    """Send departures to the listeners that may not know them: BYE if this engine leaves, else NEWS."""
     cdef Membership* m = &e.membership
     cdef Listener* listener
     cdef int i
@@ -50,9 +51,10 @@ cdef void pass_on(Core* e) noexcept nogil:
 
 
 cdef bint departure_is_taken_over(Core* e) noexcept nogil:
-    """Whether one that stays has taken over the departure of this engine, and others had the time to learn of it.
+    """Whether a listener that stays has answered this engine's BYE, and all engines had time to learn of it.
 
-    For that time, log2(n) answers, it answers peers that have chosen it as a listener: they would wait in vain."""
+    During that time (log2(n) times the longest answer) this engine still answers peers that chose it as a
+    listener: without an answer they would wait in vain."""
     cdef Membership* m = &e.membership
     cdef double patience = PATIENCE * e.leave_deadline_s
     give_up_listeners(m, now(e) - patience)
@@ -70,12 +72,12 @@ cdef void tell(Core* e, Listener* listener, Kind kind) noexcept nogil:
 
 
 cdef const unsigned char* departed_in(Message* m) noexcept nogil:
-    """The departures behind a BYE or NEWS."""
+    """Return the departures that follow a BYE or NEWS, two bits for each engine."""
     return <const unsigned char*>(m + 1)
 
 
 cdef void answer(Core* e, int peer, Message* message) noexcept nogil:
-    """Answer BYE or NEWS: only an engine that stays takes over the telling."""
+    """Answer BYE or NEWS: BYE_SEEN if this engine stays, BYE if it has left and the sender does not know."""
     cdef Membership* m = &e.membership
     cdef Listener* listener = listener_of(m, peer)
     if not m.departing:
@@ -87,7 +89,7 @@ cdef void answer(Core* e, int peer, Message* message) noexcept nogil:
 
 
 cdef void note_answer(Core* e, int peer, Message* message) noexcept nogil:
-    """BYE_SEEN: the listener knows as many departures as our message held."""
+    """Process BYE_SEEN: the listener knows as many departures as our message to it contained."""
     cdef Listener* listener = listener_of(&e.membership, peer)
     if listener != NULL:
         listener.acknowledged = max(listener.acknowledged, min(message.exchange, listener.sent))

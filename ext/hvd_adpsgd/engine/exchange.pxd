@@ -1,4 +1,4 @@
-# Exchanges of pairs, on the engine's thread.
+# Exchanges with one peer; all functions run on the engine's thread.
 from hvd_adpsgd.engine.core cimport Core, Exchange, Message
 
 cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil

@@ -1,9 +1,9 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""Pairwise exchanges: asking a peer, answering it, and what happens to an exchange until it is over.
+"""Pairwise exchanges: how an engine asks a peer, answers an ASK, and runs an exchange to its end.
 
     active side                   passive side
-    ASK   ------------------->    (free, finite and not leaving?)
+    ASK   ------------------->    (is its side free, its model finite, and does it stay?)
           <-------------------    YES, or NO: ask another peer
     chunk 0 <-> chunk 0           both send a snapshot and merge half of the difference (lanes.pyx)
     ...                           (weight w: w times the difference)
@@ -12,10 +12,10 @@ Every engine answers while it waits, so a cycle of ASKs cannot deadlock. A super
 side of at most one exchange and the passive side of at most one; two peers have at most one exchange
 between them. If two peers ask each other, the lower rank's ASK stands.
 
-An exchange whose peer is silent for `deadline_s` (or as long as a large chunk takes on a slow link) is parked: it keeps its buffers and is finished when
-the peer answers, but another exchange may take its side.
+An exchange whose peer is silent for `deadline_s` (or as long as a large chunk takes on a slow link) is
+parked: it keeps its buffers and is finished when the peer answers, but another exchange may take its side.
 
-In rounds the trainer says which peer to ask; an engine answers NO to an ASK of another round.
+With rounds the trainer chooses the peer to ask; an engine answers NO to an ASK of another round.
 """
 
 from libc.math cimport ceil
@@ -38,15 +38,17 @@ from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, Status, receive, send, t
 cdef enum:
     NUMBERS = 4096          # exchange numbers with channels of their own: a quarter of DATA_CHANNELS
 
-cdef double RETRY_LAST_S = 2e-3
-cdef double SLOWEST_LINK = 1.25e6   # bytes/s: 10 Mb/s
+cdef double RETRY_LAST_S = 2e-3     # longest pause after a NO
+cdef double SLOWEST_LINK = 1.25e6   # bytes/s (10 Mb/s), assumed for the longest time that a chunk takes
 
 
 # ---- control messages --------------------------------------------------------------------
 
 cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
-    """Act on a message. One that a failed peer has sent before needs no check of its own: it gets NO to an ASK, has no
-    exchange that an answer could move, stays FAILED, and the departures that it knew of are facts."""
+    """Act on a control message.
+
+    A message that a peer sent before it failed needs no check of its own: an ASK gets a NO, other messages
+    find no exchange with that peer, the peer stays FAILED, and the departures that it knew of are true."""
     e.membership.mute[peer] = False
     answers_again(e, peer)
     if m.kind == ASK:
@@ -76,7 +78,7 @@ cdef void answers_again(Core* e, int peer) noexcept nogil:
 
 
 cdef void handle_departures(Core* e, int peer, Message* m) noexcept nogil:
-    """Peers have left: the sender, or others of which it has learned."""
+    """Process BYE or NEWS: the sender has left, or other engines have."""
     cdef const unsigned char* departed = departed_in(m)
     cdef int gone = next_departed(&e.membership, departed, 0)
     while gone != NOBODY:
@@ -87,7 +89,7 @@ cdef void handle_departures(Core* e, int peer, Message* m) noexcept nogil:
 
 
 cdef void dismiss(Core* e, int peer) noexcept nogil:
-    """A peer that left answers nothing more; what it sent before may still arrive."""
+    """End or park the exchange with a peer that has left: its earlier messages may still arrive."""
     cdef Exchange* x = find(e, peer)
     release_side(e, peer)
     if x == NULL:
@@ -100,23 +102,26 @@ cdef void dismiss(Core* e, int peer) noexcept nogil:
 
 
 cdef void cut(Core* e, Exchange* x) noexcept nogil:
-    """Request an early end of an exchange, for which there is no time."""
+    """Ask the peer for an early end of an exchange, because this engine leaves soon."""
     if x.phase == RUNNING and not x.cut:
         x.cut = x.held = True
         send_control(e, x.peer, CUT, x.number, x.next)
 
 
 cdef void handle_cut(Core* e, int peer, Message* m) noexcept nogil:
-    """Answer with the number of chunks; a side that has finished has merged all it knew of."""
+    """Answer CUT with the number of chunks to which the exchange is shortened.
+
+    If this side has finished the exchange, it has merged all chunks of which it knew: the peer's number
+    stands."""
     cdef Exchange* x = shorten(e, peer, m)
     send_control(e, peer, CUT_SEEN, m.exchange, m.nchunks if x == NULL else x.nchunks)
 
 
 cdef Exchange* shorten(Core* e, int peer, Message* m) noexcept nogil:
-    """End after the chunks that either side has begun: each is merged on both sides, or on neither.
+    """Shorten an exchange to the chunks that either side has begun, so that no merge is one-sided.
 
-    If both sides request it, both come to the same number; a side that has finished keeps all chunks.
-    NULL if that exchange does not run any more."""
+    If both sides send CUT, both compute the same number; a side that has finished keeps all chunks.
+    Return the exchange, NULL if it is over."""
     cdef Exchange* x = find(e, peer)
     if x == NULL or x.number != m.exchange or x.phase == ASKED or x.phase == BROKEN:
         return NULL
@@ -138,7 +143,7 @@ cdef bint same_model(Core* e, int peer, Message* m) noexcept nogil:
 
 
 cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
-    """Whether this side says YES to an ASK; x: its exchange with that peer, or NULL."""
+    """Whether this side answers YES to an ASK; x: its exchange with that peer, or NULL."""
     cdef bint crossed = x != NULL and x.phase == ASKED and e.wire.rank > peer
     return (can_exchange(e, &e.mailbox.orders) and e.membership.states[peer] < LEFT
             and m.round == e.mailbox.orders.round and e.pairs.serving == NOBODY
@@ -153,7 +158,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
         send_control(e, peer, NO, m.exchange, 0)
         return
     if x != NULL and e.pairs.asking == peer:
-        e.pairs.asking = NOBODY     # our own ASK will be answered with NO
+        e.pairs.asking = NOBODY     # the peer will answer our own ASK with NO
     if x == NULL:
         x = enlist(e, peer)
     if x == NULL:
@@ -197,20 +202,22 @@ cdef bint can_exchange(Core* e, Orders* orders) noexcept nogil:
 
 
 cdef int channel_of(int number, bint upper_asks) noexcept nogil:
-    """The channel of one exchange's chunks. Of two peers at most one asks at a time, so it needs
-    the asker's own exchange number and which of the two ranks asked."""
+    """Return the channel for the chunks of one exchange.
+
+    Of two peers at most one asks at a time, so the asker's exchange number, and which of the two ranks asked,
+    name an exchange."""
     return DATA + 4 * (number % NUMBERS) + (1 if upper_asks else 0)
 
 
 cdef int share_of(Pairs* p, int total) noexcept nogil:
-    """Chunks of one exchange: at least one."""
+    """Return how many of `total` chunks one exchange moves: at least one."""
     return min(total, max(1, <int>ceil(p.share * total - 1e-9)))
 
 
 cdef int next_window(Pairs* p, int total) noexcept nogil:
-    """The first chunk of our next exchange: one window further, so that each chunk has its turn.
+    """Return the first chunk of our next exchange: one window further, so that each chunk has its turn.
 
-    One more after each round of the schedule: else a peer could always get the same chunks."""
+    After each pass through the schedule it skips one window: else a peer could always get the same chunks."""
     cdef int64_t turns = p.windows + p.windows // max(1, p.schedule_length)
     return <int>(turns * share_of(p, total) % max(1, total))
 
@@ -243,7 +250,9 @@ cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexce
 
 
 cdef bint advance_pairs(Core* e) noexcept nogil:
-    """Do what can be done now for all exchanges. True if anything was. Tells the trainer the oldest snapshot."""
+    """Advance all exchanges as far as possible without waiting. Return whether anything was done.
+
+    Also publishes the step of the oldest snapshot in flight, for the trainer."""
     cdef Exchange* x = e.pairs.running
     cdef bint moved = False
     cdef int64_t oldest = NO_STEP
@@ -262,7 +271,7 @@ cdef bint advance_pairs(Core* e) noexcept nogil:
 
 
 cdef bint advance(Core* e, Exchange* x) noexcept nogil:
-    """Do what can be done now for one exchange. True if anything was."""
+    """Advance one exchange as far as possible without waiting. Return whether anything was done."""
     cdef bint over, moved
     x.heard = False
     moved = advance_lanes(e, x) if x.phase == RUNNING else False
@@ -271,24 +280,28 @@ cdef bint advance(Core* e, Exchange* x) noexcept nogil:
     over = x.phase == CLOSING and closed(e, x)
     if moved or over:
         x.moved = now(e)
-    if x.heard or over:         # only received bytes prove that the peer lives, except at the last chunk:
-        answers_again(e, x.peer)    # nothing else may come from the peer then, nor be asked of it
+    if x.heard or over:         # only received messages prove that the peer lives, except at the end of the
+        answers_again(e, x.peer)    # exchange: then the peer need not send anything more
     elif e.membership.states[x.peer] == ALIVE and now(e) - x.moved > patience(e):
-        park(e, x)                          # again, if it was parked and answered in between
+        park(e, x)                          # also if it was parked before, and the peer answered since
     if over:
         finish(e, x)
     return moved or over
 
 
 cdef inline double patience(Core* e) noexcept nogil:
-    """With a silent peer: no less than one chunk takes on a slow link, for a chunk is seen when all of it is here."""
+    """Return for how many seconds a peer may be silent before its exchange is parked.
+
+    At least as long as one chunk takes on a slow link, because a chunk counts only when all of it has
+    arrived."""
     return max(e.pairs.deadline_s, e.pairs.lane_nbytes / SLOWEST_LINK)
 
 
 cdef bint under_way(Core* e, Exchange* x) noexcept nogil:
-    """Whether an ASK or an exchange is waited for.
+    """Whether this side waits for the answer to an ASK, or for an exchange to end.
 
-    A peer that left has sent all of its chunks, unless this side was silent then: wait while they arrive."""
+    A peer that left has sent all of its chunks, unless this side was silent at that time: wait while they
+    arrive."""
     cdef int state = e.membership.states[x.peer]
     if x.phase == IDLE or x.phase == BROKEN:
         return False
@@ -296,9 +309,10 @@ cdef bint under_way(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef bint rests(Core* e, Exchange* x) noexcept nogil:
-    """Whether the exchange is left alone until the pause is over, which did not wait for it.
+    """Whether a pause suspends this exchange: the pause began without waiting for it, and is not over.
 
-    A chunk that comes so late would be merged between the share in a mean and the mean that replaces the model."""
+    Else a late chunk could be merged after this side's contribution to a mean and before that mean replaces
+    the model."""
     return e.mailbox.orders.paused and not e.mailbox.orders.leaving and not under_way(e, x)
 
 
@@ -312,7 +326,9 @@ cdef bint any_under_way(Core* e) noexcept nogil:
 
 
 cdef void close(Core* e, Exchange* x) noexcept nogil:
-    """All chunks are merged here. On a shared host, wait until the peer has read ours."""
+    """Enter CLOSING: this side has merged all chunks.
+
+    With shared memory, wait until the peer has read ours."""
     become(e, x, CLOSING)
     if x.set == NOBODY:
         return
@@ -323,7 +339,7 @@ cdef void close(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef bint closed(Core* e, Exchange* x) noexcept nogil:
-    """On a shared host: whether the peer has read all of our snapshots."""
+    """Whether the exchange may end; with shared memory, whether the peer has read all of our snapshots."""
     cdef Status received, sent
     if x.set == NOBODY:
         return True
@@ -337,7 +353,7 @@ cdef bint closed(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef void park(Core* e, Exchange* x) noexcept nogil:
-    """The exchange with a silent peer keeps its buffers and releases its side."""
+    """Park an exchange with a silent peer: it keeps its buffers, but another exchange may take its side."""
     cdef Event event = [EVENT_PARKED, x.peer, -1, x.number, x.active, 0, x.began, now(e), x.nbytes,
                         e.mailbox.orders.step]
     x.parked = True
@@ -348,7 +364,7 @@ cdef void park(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
-    """How many times as many elements the model has as this exchange, where it was to move a share of them."""
+    """Return the elements of the model divided by those of this exchange; 1 if it was to move all chunks."""
     cdef int64_t elements = 0
     cdef int c
     if share_of(&e.pairs, x.total) == x.total:
@@ -390,7 +406,7 @@ cdef bint eligible(Core* e, int peer) noexcept nogil:
 
 
 cdef int choose(Core* e) noexcept nogil:
-    """The next peer of the schedule that can be asked, or NOBODY."""
+    """Return the next peer of the schedule that can be asked, or NOBODY."""
     cdef Pairs* p = &e.pairs
     cdef int64_t tries = min(p.schedule_length, 64)
     cdef int peer
@@ -404,7 +420,7 @@ cdef int choose(Core* e) noexcept nogil:
 
 
 cdef bint due(Core* e, Orders* orders) noexcept nogil:
-    """Is it time to ask? A peer that the trainer wants needs no credit."""
+    """Whether to ask a peer now: if the credit suffices, or if the trainer has named a peer to ask."""
     if e.pairs.asking != NOBODY or not can_exchange(e, orders) or now(e) < e.pairs.ask_after:
         return False
     if orders.wanted != NOBODY:

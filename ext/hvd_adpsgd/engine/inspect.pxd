@@ -1,7 +1,7 @@
-# The state of the engine's thread, as Python sees it.
+# Copies of the state of the engine's thread, for Python.
 from hvd_adpsgd.engine.core cimport Core
 
-# Called by the thread between two turns.
+# The engine's thread calls this between two turns.
 cdef void make_inspection(Core* e) noexcept nogil
 
 cdef exchanges_under_way(Core* e, bint running)

@@ -1,8 +1,8 @@
 # cython: language_level=3
 # Why compiled: the engine's thread copies its state without the GIL.
-"""The state of the engine's thread, as Python sees it.
+"""Copies of the state of the engine's thread, for Python.
 
-The thread looks before each turn whether an inspection is wanted. If so it copies its state:
+Before each turn the thread checks whether the trainer wants a copy (an inspection), and makes it:
 
     trainer                                 thread
     inspection_wanted = k
@@ -23,12 +23,12 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
 
-cdef double LOOK_S = 1.0            # longest wait for the end of a turn
+cdef double LOOK_S = 1.0            # longest wait for the end of the thread's turn
 
 
 # ---- the thread's side -----------------------------------------------------------------------
 
-cdef struct ExchangeLook:   # of an exchange, without its transfers and their buffers, where the wire may write
+cdef struct ExchangeLook:   # copy of an exchange, without transfers and buffers: the wire may write those
     int peer
     Phase phase
     bint active
@@ -41,13 +41,13 @@ cdef struct ExchangeLook:   # of an exchange, without its transfers and their bu
     double began
     double moved
 
-cdef struct Inspection:           # a copy of what only the thread writes; behind it its exchanges and states
+cdef struct Inspection:           # copy of state that only the thread writes; two arrays follow this struct
     int asking
     int serving
     bint sending
-    bint averaging          # the mean of all runs
+    bint averaging          # a mean of all models runs
     MeanStage stage
-    int members             # of the mean
+    int members             # how many super learners take part in the mean
     int nchunks
     int next
     int done
@@ -59,18 +59,18 @@ cdef struct Inspection:           # a copy of what only the thread writes; behin
 
 
 cdef void make_inspection(Core* e) noexcept nogil:
-    """Between two turns: copy the state for a trainer that wants it."""
+    """Copy the thread's state between two turns, if the trainer wants an inspection."""
     cdef Mailbox* p = &e.mailbox
     cdef int64_t number = load(&p.inspection_wanted)
     if number == p.inspection_made:
         return
-    free(p.inspection)      # of a trainer that did not wait so long
+    free(p.inspection)      # a copy for a trainer whose wait timed out
     p.inspection = copy_state(e)
     store(&p.inspection_made, number)
 
 
 cdef Inspection* copy_state(Core* e) noexcept nogil:
-    """To be freed; NULL without memory."""
+    """Return a copy of the thread's state, to be freed; NULL if memory is exhausted."""
     cdef Inspection* seen
     cdef Mean* m = &e.mean
     cdef Exchange* x = e.pairs.running
@@ -102,9 +102,10 @@ cdef Inspection* copy_state(Core* e) noexcept nogil:
 # ---- the trainer's side ----------------------------------------------------------------------
 
 cdef Inspection* take_inspection(Core* e, bint running) noexcept nogil:
-    """The state of the thread between two of its turns, to be freed. NULL without memory.
+    """Return a copy of the thread's state between two of its turns, to be freed; NULL if memory is exhausted.
 
-    That of a thread that does not end its turn in LOOK_S, in a call of the wire's library, is copied here, as it is."""
+    If the thread does not end its turn within LOOK_S (it is in a call of the wire's library), its state is
+    copied here in the middle of that turn."""
     cdef Mailbox* p = &e.mailbox
     cdef Inspection* seen
     cdef int64_t number
@@ -112,7 +113,7 @@ cdef Inspection* take_inspection(Core* e, bint running) noexcept nogil:
     pthread_mutex_lock(&p.inspections)
     number = p.inspection_wanted + 1
     store(&p.inspection_wanted, number)
-    ring(p.doorbell)                    # it may sleep
+    ring(p.doorbell)                    # the thread may sleep
     while running and load(&p.inspection_made) < number and not load(&p.ended) and now(e) < until:
         e.clock.sleep(e.clock, 20e-6)
     if load(&p.inspection_made) == number:
@@ -125,12 +126,12 @@ cdef Inspection* take_inspection(Core* e, bint running) noexcept nogil:
 
 
 cdef Inspection* state_of(Core* e, bint running) except NULL:
-    """The same for Python."""
+    """Call take_inspection without the GIL; raise MemoryError if it returns NULL."""
     cdef Inspection* seen
     with nogil:
         seen = take_inspection(e, running)
     if seen == NULL:
-        raise MemoryError("engine")
+        raise MemoryError("no memory for the averaging engine")
     return seen
 
 
@@ -158,7 +159,7 @@ cdef mean_view(Core* e, Inspection* seen, double t):
 
 
 cdef exchanges_under_way(Core* e, bint running):
-    """See Loop.under_way."""
+    """Return the list that Loop.under_way documents."""
     cdef Inspection* seen = state_of(e, running)
     cdef ExchangeLook* x
     out = []
@@ -173,7 +174,7 @@ cdef exchanges_under_way(Core* e, bint running):
 
 
 cdef counters_of(Core* e):
-    """Counters that the thread keeps, read without waiting for it."""
+    """Return the thread's counters as a dict, read without waiting for the thread."""
     cdef Counters* c = &e.mailbox.counters
     return {
         "exchanges_active": load(&c.exchanges_active), "exchanges_passive": load(&c.exchanges_passive),
@@ -190,7 +191,7 @@ cdef counters_of(Core* e):
 
 
 cdef view_of(Core* e, bint running):
-    """The thread's state between two of its turns; ages in seconds."""
+    """Return the thread's state between two of its turns as a dict; ages in seconds."""
     cdef Orders given = orders_given(e)
     cdef Inspection* seen = state_of(e, running)
     cdef double t = now(e)

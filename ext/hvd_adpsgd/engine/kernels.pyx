@@ -34,7 +34,9 @@ cdef int64_t slot_elements(const unsigned char[::1] buffer, int dtype) except -1
 def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::1] mirror,
              const unsigned char[::1] first=None, const unsigned char[::1] second=None,
              unsigned char[::1] keep=None, bint stream=False):
-    """out = wire(mirror + first + second). Returns True if out holds an Inf or a NaN."""
+    """out = mirror + first + second, in the element type `wire`.
+
+    Returns True if out holds an Inf or a NaN."""
     cdef int64_t n = elements(mirror, dtype)
     if elements(out, wire) != n:
         raise ValueError("out and mirror differ in length")
@@ -44,7 +46,9 @@ def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::
 
 def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] received,
           const unsigned char[::1] sent, double weight, bint fresh, bint stream=False):
-    """correction (+)= weight (received - sent). Returns sum((received - sent)^2)."""
+    """correction += weight (received - sent), with `fresh` = instead of +=.
+
+    Returns sum((received - sent)^2)."""
     cdef int64_t n = slot_elements(correction, dtype)
     if elements(received, wire) != n or elements(sent, wire) != n:
         raise ValueError("correction, received and sent differ in length")
@@ -54,7 +58,7 @@ def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned cha
 
 cdef adpsgd_model model_of(int dtype, int64_t n, const unsigned char[::1] base, const unsigned char[::1] first,
                            const unsigned char[::1] second) except *:
-    """base + first + second, of n elements; first and second may be None."""
+    """Return the model base + first + second, of n elements; first and second may be None."""
     cdef adpsgd_model model = [dtype, pointer(base), pointer(first), pointer(second)]
     if (elements(base, dtype) != n or first is not None and slot_elements(first, dtype) != n
             or second is not None and slot_elements(second, dtype) != n):
@@ -64,7 +68,7 @@ cdef adpsgd_model model_of(int dtype, int64_t n, const unsigned char[::1] base, 
 
 def half_difference(int dtype, int wire, unsigned char[::1] half, mine, theirs, unsigned char[::1] keep=None,
                     bint stream=False):
-    """half = wire((theirs - mine) / 2). Returns True if half holds an Inf or a NaN.
+    """half = (theirs - mine) / 2, in the element type `wire`. Returns True if half holds an Inf or a NaN.
 
     Args:
         mine, theirs: each (base, first, second), whose sum is a model; base of `dtype`, first and second None or in
@@ -79,7 +83,7 @@ def half_difference(int dtype, int wire, unsigned char[::1] half, mine, theirs, 
 
 def merge_half(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] half, double weight,
                bint fresh, bint stream=False):
-    """correction (+)= 2 weight half. Returns sum((2 half)^2)."""
+    """correction += 2 weight half, with `fresh` = instead of +=. Returns sum((2 half)^2)."""
     cdef int64_t n = slot_elements(correction, dtype)
     if elements(half, wire) != n:
         raise ValueError("correction and half differ in length")
@@ -89,12 +93,12 @@ def merge_half(int dtype, int wire, unsigned char[::1] correction, const unsigne
 def apply(int dtype, unsigned char[::1] parameter, const unsigned char[::1] correction=None,
           unsigned char[::1] mirror=None, unsigned char[::1] back=None, bint replace=False,
           bint fresh=True, bint stream=False):
-    """parameter += correction (or = correction, to `replace`); mirror = parameter.
+    """parameter += correction, with `replace` parameter = correction; then mirror = parameter.
 
-    What rounding to 16 bits holds back is added to `back` (with `fresh`: back = it).
+    The rounding error of a 16-bit parameter is added to `back`; with `fresh` it overwrites `back`.
 
     Returns:
-        Whether a parameter is Inf or NaN, and whether anything was held back."""
+        Whether a parameter is Inf or NaN, and whether any rounding error was not 0."""
     cdef int64_t n = elements(parameter, dtype)
     cdef int found
     if correction is not None and slot_elements(correction, dtype) != n:
@@ -108,9 +112,9 @@ def apply(int dtype, unsigned char[::1] parameter, const unsigned char[::1] corr
 
 def merge_mean(int dtype, unsigned char[::1] slot, const unsigned char[::1] sum,
                const unsigned char[::1] own, double learners, bint fresh, bint replace=False):
-    """slot (+)= sum / learners - own, or slot = sum / learners to `replace`.
+    """slot += sum / learners - own, with `fresh` = instead of +=; with `replace` slot = sum / learners.
 
-    Returns sum((sum / learners - own)^2), or -1 and does nothing if a sum is not finite."""
+    Returns sum((sum / learners - own)^2); or -1, and slot is unchanged, if a sum is not finite."""
     cdef int64_t n = slot_elements(slot, dtype)
     if slot_elements(sum, dtype) != n or slot_elements(own, dtype) != n:
         raise ValueError("slot, sum and own differ in length")

@@ -1,22 +1,24 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""The chunks of an exchange: eight at a time, each in a lane of its own, sent, received and merged.
+"""The chunks of an exchange are sent, received and merged, LANES chunks in flight, each in a lane of its own.
 
 On one host the wire does not carry chunks: the snapshot is written into memory that the peer has mapped, and the
-message says where. A lane alternates between two such buffers: while chunk c + LANES is written to one, the
-peer may still read chunk c from the other. Its message about chunk c + LANES shows that it has merged chunk
-c, so chunk c + 2 LANES may overwrite it. A last empty message shows that all chunks are merged.
+message names the place. A lane alternates between two such buffers: while chunk c + LANES is written to one,
+the peer may still read chunk c from the other. The peer's message about chunk c + LANES shows that it has
+merged chunk c, so chunk c + 2 LANES may overwrite that. A last empty message shows that all chunks are
+merged.
 
-Where both show their models (store.pyx), one of the two computes the difference for both, each for every second chunk:
+If both sides let the other one read their models (store.pyx), one side computes the difference for both; the
+sides alternate from chunk to chunk:
 
     awaits                        compares
-    ready ------------------->    half of the difference to the peer's model, where that lies, into shared memory;
+    ready ------------------->    write half of the difference of the two models into shared memory;
                                   merge it
-    merge it     <------------    its place, and of which step the model was
+    merge it     <------------    the place of the difference, and the step of the awaiting side's model
 
-A chunk that the peer's trainer is changing is tried again. Each buffer
-begins with a stamp, its exchange and chunk: a super learner that was stopped, and that its peers took for failed,
-finds another stamp there, and stops with an error instead of merging another exchange's chunk.
+If the peer's trainer changes a chunk while this side compares it, the comparison is repeated. Each buffer
+begins with a stamp, which names exchange and chunk: a super learner that was stopped, and that its peers took
+for failed, finds another stamp there, and stops with an error instead of merging another exchange's chunk.
 """
 
 from libc.stdint cimport int64_t
@@ -29,11 +31,11 @@ from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_
                                       memory_merge, memory_merge_half, memory_nbytes, memory_snapshot)
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
-cdef struct Waits:          # whether an older chunk of an exchange is not received, not compared, or not sent
-    bint receive
-    bint answer             # ... where the difference is not received
-    bint compare
-    bint send
+cdef struct Waits:          # whether an older chunk of the exchange still waits, for each kind of event
+    bint receive            # ... for the peer's snapshot, its Place, or `ready`
+    bint answer             # ... for the Place of a difference
+    bint compare            # ... for a comparison
+    bint send               # ... for the end of a send
 
 
 # ---- all lanes ---------------------------------------------------------------------------
@@ -43,16 +45,16 @@ cdef bint advance_lanes(Core* e, Exchange* x) noexcept nogil:
     cdef Lane* lane
     cdef bint moved = start_lanes(e, x)
     cdef int i, next_one = x.next
-    for i in range(LANES):                  # oldest chunk first: its lane is the one next_one will take
+    for i in range(LANES):                  # oldest chunk first: chunk `next_one` will take its lane
         lane = &x.lanes[(next_one + i) % LANES]
         if lane.busy and lane.index < next_one and x.phase == RUNNING:
             moved |= advance_lane(e, x, lane, &waits)
-        moved |= start_lanes(e, x)          # at once: the peer may be waiting for them
+        moved |= start_lanes(e, x)          # at once: the peer may wait for these chunks
     return moved
 
 
 cdef bint start_lanes(Core* e, Exchange* x) noexcept nogil:
-    """Begin the chunks for which there are lanes. True if there were any."""
+    """Begin chunks while lanes are free. Return whether any was begun."""
     cdef bint started = False
     while x.phase == RUNNING and start_lane(e, x):
         started = True
@@ -60,7 +62,7 @@ cdef bint start_lanes(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef int64_t oldest_step(Exchange* x) noexcept nogil:
-    """Step of the oldest snapshot that is on its way."""
+    """Return the step of the oldest snapshot in flight, NO_STEP if there is none."""
     cdef int64_t oldest = NO_STEP
     cdef int i
     for i in range(LANES):
@@ -72,7 +74,9 @@ cdef int64_t oldest_step(Exchange* x) noexcept nogil:
 # ---- a chunk begins ----------------------------------------------------------------------
 
 cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
-    """Send the snapshot of the next chunk and post the receive of the peer's."""
+    """Begin the next chunk: post its receive, and send a snapshot, its Place, or `ready`.
+
+    Return False if no chunk may begin now, or if a transfer could not be posted."""
     cdef Lane* lane = &x.lanes[x.next % LANES]
     cdef int64_t nbytes
     cdef bint good
@@ -85,8 +89,8 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     lane.sent = lane.received = lane.merged = lane.void = False
     lane.way = way_of(e, x, lane)
     if not x.parked and lane.way != COMPARES:
-        # Before the snapshot: taken after it, a trainer in wait_fresh() could see no snapshot in flight
-        # and make its next step, and max_staleness would be exceeded.
+        # Stored before the snapshot is taken: else a trainer in wait_fresh() could see no snapshot in flight
+        # and make its next step, which would exceed max_staleness.
         store(&e.mailbox.in_flight_step, min(load(&e.mailbox.in_flight_step), e.mailbox.orders.step))
     if lane.way == SENT:
         good = start_sent(e, x, lane, nbytes)
@@ -100,7 +104,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Both sides come to the same, or to the two halves of it."""
+    """Return how a chunk is averaged: the same on both sides, or COMPARES on one and AWAITS on the other."""
     if x.set == NOBODY:
         return SENT
     if e.pairs.neighbours[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
@@ -109,18 +113,18 @@ cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 
 cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
-    """Send the chunk itself."""
+    """Send the snapshot itself over the wire."""
     receive(e.wire, &lane.receiving, lane.inp, <int>nbytes, x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
     lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, False, lane.out,
-                                NULL, &lane.step)       # in the caches, for the wire and for the merge
+                                NULL, &lane.step)       # in the caches: the wire and the merge read it
     send(e.wire, &lane.sending, lane.out, 0 if lane.void else <int>nbytes, x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
 
 
 cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
-    """Write the snapshot to shared memory and send its place."""
+    """Write the snapshot to shared memory and send its Place."""
     receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
@@ -133,7 +137,7 @@ cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexce
 
 
 cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Wait until the peer is ready; or be, and wait for the difference."""
+    """COMPARES: wait until the peer is ready. AWAITS: send `ready`, and wait for the difference."""
     lane.step = NO_STEP if lane.way == COMPARES else e.mailbox.orders.step
     receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel if lane.way == COMPARES else x.answers)
     if not posted(e, x.peer, &lane.receiving):
@@ -147,23 +151,25 @@ cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 
 cdef void take_place(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Where in our shared memory the chunk goes, stamped."""
+    """Choose the buffer in our shared memory for a chunk, and write its stamp."""
     cdef int turn = (lane.index // LANES) % 2
     lane.here.offset = (2 * (x.set * LANES + lane.index % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
     lane.out = e.pairs.shared + lane.here.offset
     store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
-    fence()         # before the chunk, past the caches: a late reader that finds part of it must find its stamp
+    fence()         # the stamp before the chunk: a late reader of any part of the chunk must find its stamp
 
 
 cdef int64_t stamp_of(Exchange* x, int chunk, bint ours) noexcept nogil:
-    """Tells one chunk of one exchange from every other in the same buffer."""
+    """Return the stamp of a chunk, which differs from that of every other chunk in the same buffer."""
     return (<int64_t>x.number << 32) + 2 * <int64_t>chunk + (x.active == ours)
 
 
 # ---- a chunk under way -------------------------------------------------------------------
 
 cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept nogil:
-    """Test a chunk once. On each channel chunks are received in order: none behind an incomplete one is tested."""
+    """Test the transfers of a chunk once, and merge it if possible. Return whether anything was done.
+
+    Each channel delivers chunks in order, so no chunk behind an incomplete one is tested."""
     cdef bint moved = False
     cdef bint* earlier = &waits.answer if lane.way == AWAITS else &waits.receive
     cdef Status status
@@ -199,7 +205,7 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
 
 
 cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """The peer's message: its snapshot, where that or the difference is, or that it is ready."""
+    """Process the peer's message about a chunk: a snapshot, a Place, or `ready`."""
     if lane.way == COMPARES:
         return
     lane.nbytes = lane.receiving.nbytes if lane.way == SENT else open_place(e, x.peer, lane)
@@ -209,7 +215,9 @@ cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 
 cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
-    """Find the peer's chunk in its shared memory. Returns its size, 0 if it is out of bounds."""
+    """Set lane.inp to the peer's chunk in its shared memory.
+
+    Return nbytes, 0 if the Place is out of bounds."""
     cdef int64_t last = e.pairs.shared_nbytes - e.pairs.lane_nbytes - STAMP
     if lane.there.offset < 0 or lane.there.offset > last or not (
             0 <= lane.there.nbytes <= e.pairs.lane_nbytes):
@@ -222,7 +230,7 @@ cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
 # ---- merging -----------------------------------------------------------------------------
 
 cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Whether shared memory still holds the peer's chunk; else the peer took us for failed."""
+    """Whether shared memory still holds the peer's chunk; else the peer has taken this engine for failed."""
     if x.set == NOBODY or load(<int64_t*>(lane.inp - STAMP)) == stamp_of(x, lane.chunk, False):
         return True
     latch(&e.mailbox, FAULT_FENCED, 0, x.peer)
@@ -230,7 +238,9 @@ cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 
 cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """correction += w (received - sent), unless one of the two snapshots is void. False if it cannot be done yet."""
+    """correction += w (received - sent), unless one of the two snapshots is not finite.
+
+    Return False if the merge must be tried again later."""
     cdef int nbytes = lane.nbytes
     cdef double square, began
     if lane.way == COMPARES:
@@ -258,7 +268,9 @@ cdef void leave_out(Core* e, Lane* lane) noexcept nogil:
 
 
 cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Compute the difference for both sides, merge it, and send its place. False if the peer's chunk is changing."""
+    """Compute the difference for both sides, merge it, and send its Place.
+
+    False: the peer's chunk is changing."""
     cdef int64_t nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
     cdef double square, began = now(e)
     cdef Compared found
@@ -282,7 +294,7 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 
 cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double began) noexcept nogil:
-    # the mirror may be ahead of the offer
+    # the mirror may already be of a later step than the last offer
     cdef int64_t step = e.mailbox.orders.step
     cdef int64_t stale = max(step, lane.step) + 1 - lane.step
     cdef Event event = [EVENT_MERGED, x.peer, lane.chunk, x.number, x.active, square, began, now(e), lane.nbytes, lane.step]

@@ -1,4 +1,4 @@
-# The engine's turns, for its thread and for a simulator.
+# The turns of an engine, which its thread takes, or a simulator.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core
@@ -7,19 +7,19 @@ cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_t:
         pass
 
-cdef enum Rest:             # until the next turn
-    AGAIN = 0
-    POLL = 1                # sleep: transfers are under way
-    SLEEP = 2               # sleep, but wake when the trainer wants something
-    OVER = 3                # it has left: no more turns
+cdef enum Rest:             # what the thread does until the next turn
+    AGAIN = 0               # nothing: take the next turn at once
+    POLL = 1                # sleep shortly: transfers are under way
+    SLEEP = 2               # sleep longer; the trainer wakes the thread when it wants something
+    OVER = 3                # the engine has left: no more turns
 
 cdef struct Rhythm:
     double pause_s          # how long to sleep
-    double polls_s          # the next pause between polls, 0: none yet
-    double moved            # when something last moved
-    double pace             # seconds per chunk, lately; paced_at, paced: since when, from how many
-    double paced_at
-    int64_t paced
+    double polls_s          # the next pause between polls; 0: the last turn did something
+    double moved            # when a turn last did something
+    double pace             # seconds per chunk, smoothed
+    double paced_at         # when `pace` was last updated
+    int64_t paced           # ... and how many chunks had been merged or left out by then
 
 cdef Rest turn(Core* e, Rhythm* r) noexcept nogil
 cdef void begin_turns(Core* e, Rhythm* r) noexcept nogil
@@ -28,6 +28,6 @@ cdef void end_turns(Core* e) noexcept nogil
 cdef class Loop:
     cdef Core core
     cdef pthread_t thread
-    cdef bint running           # the thread
+    cdef bint running           # the thread runs
     cdef bint open
     cdef object keep            # wire, clock and store stay alive as long as the thread may

@@ -1,10 +1,10 @@
 # cython: language_level=3
 # Why compiled: the engine's thread runs without the GIL, beside the trainer's computation.
-"""The averaging engine of one super learner: its thread, and the trainer's side of it.
+"""The averaging engine of one super learner: its thread, and the functions through which the trainer uses it.
 
-The thread polls pairwise exchanges (exchange.pyx) and the mean of all (mean.pyx), acts, and sleeps longer each
-time that nothing moved. Its owners and their state are in core.pxd. A simulator takes the same turns (`turn`)
-with a wire and a clock of its own.
+In each turn the thread polls the pairwise exchanges (exchange.pyx) and the mean of all models (mean.pyx), and
+advances them; the longer nothing happens, the longer it sleeps between turns. The engine's state is in
+core.pxd. A simulator takes the same turns (`turn`) with a wire and a clock of its own.
 """
 
 from libc.math cimport INFINITY
@@ -50,24 +50,24 @@ cdef extern from "<sys/prctl.h>" nogil:
     int prctl_name "prctl"(int option, const char* name)
 
 cdef enum:
-    PARTS = 1024            # parts of a layout, one per added parameter group
-    LARGEST_PAGE = 65536    # of the system, bytes
+    PARTS = 1024            # versions of the layout, one per added parameter group; at most
+    LARGEST_PAGE = 65536    # largest page size of the operating system, bytes
 
-cdef double CHECK_S = 1.0           # between searches for failed peers, also if no transfer reports one
-cdef double IDLE_S = 0.9e-3         # shortest and longest sleep when nothing is on its way
-cdef double LONG_IDLE_S = 10e-3
-cdef double IDLE_SHARE = 0.02       # of the time since something moved, in between
-cdef double LULL_S = 0.2
-cdef double POLL_FIRST_S = 5e-6     # first and longest sleep while an exchange runs
-cdef double POLL_LAST_S = 50e-6     # or half of the time of a chunk, on a slow network
-cdef double SLOW_POLL_S = 1e-3      # at most, when nothing moved for LULL_S, and where peers ring
-cdef double RING_FROM_S = 30e-6     # a shorter pause is slept through: waking costs about as much
+cdef double CHECK_S = 1.0           # period of searches for failed peers that no transfer has reported
+cdef double IDLE_S = 0.9e-3         # shortest sleep when no exchange or mean runs
+cdef double LONG_IDLE_S = 10e-3     # longest sleep when no exchange or mean runs
+cdef double IDLE_SHARE = 0.02       # sleep between the two bounds, as a fraction of the time without an event
+cdef double LULL_S = 0.2            # after so long without an event polls of exchanges are SLOW_POLL_S apart
+cdef double POLL_FIRST_S = 5e-6     # shortest sleep while an exchange runs
+cdef double POLL_LAST_S = 50e-6     # longest sleep while an exchange runs; half of a chunk's time if longer
+cdef double SLOW_POLL_S = 1e-3      # bound of half a chunk's time; also the sleep if peers ring the doorbell
+cdef double RING_FROM_S = 30e-6     # no ring ends a shorter sleep: waking the thread costs about as much
 
 
 # ---- a turn --------------------------------------------------------------------------------
 
 cdef bint poll_once(Core* e) noexcept nogil:
-    """Poll every exchange and the mean once. True if anything moved."""
+    """Poll every exchange and the mean once, and advance them. Return whether anything was done."""
     cdef bint moved, at_rest
     cdef int peer
     cdef Message* message
@@ -93,12 +93,12 @@ cdef bint poll_once(Core* e) noexcept nogil:
 
 
 cdef bint mean_due(Core* e) noexcept nogil:
-    """Whether a mean runs, or is asked for."""
+    """Whether a mean of all models runs, or the trainer has asked for one."""
     return e.mailbox.fault == FAULT_NONE and (e.mean.running or e.mean.finished < load(&e.mean.wanted))
 
 
 cdef void search_failures(Core* e) noexcept nogil:
-    """Take failures that transfers have met; once per second search for others."""
+    """Process failures that the wire has found in transfers; every CHECK_S let it search for others."""
     cdef double t = now(e)
     cdef bint look = t > e.membership.checked_at + CHECK_S
     if look:
@@ -109,7 +109,9 @@ cdef void search_failures(Core* e) noexcept nogil:
 
 
 cdef bint leave(Core* e) noexcept nogil:
-    """Finish what runs, announce the departure of this engine, wait until others pass it on. True when done."""
+    """Finish exchanges, announce this engine's departure, and wait until a peer passes it on.
+
+    True when done."""
     cdef Membership* m = &e.membership
     cdef double t = now(e)
     if m.leave_by == 0:
@@ -117,7 +119,7 @@ cdef bint leave(Core* e) noexcept nogil:
             e.leave_deadline_s = min(e.leave_deadline_s, e.mailbox.orders.leave_within)
         m.leave_by = t + e.leave_deadline_s
     if t > m.leave_by:
-        if not m.departing:              # else its peers would wait for rounds with it, and for rest
+        if not m.departing:              # else its peers would wait for exchanges with it
             announce_departure(e)
         return True
     if finishes(e, t) or (e.mean.running and e.mailbox.fault == FAULT_NONE):
@@ -130,10 +132,11 @@ cdef bint leave(Core* e) noexcept nogil:
 
 
 cdef bint finishes(Core* e, double t) noexcept nogil:
-    """Whether exchanges are waited for before leaving.
+    """Whether to wait for exchanges before leaving.
 
-    For half of the time that there is, also those with silent peers: a chunk that only the peer merges, once it
-    continues, moves the mean. Then the others are cut short."""
+    In the first half of leave_deadline_s also for those with silent peers: a chunk that only the peer merges,
+    once that peer continues, changes the mean of all models. In the second half the other exchanges are cut
+    short."""
     cdef Exchange* x = e.pairs.running
     cdef bint waiting = False, late = t > e.membership.leave_by - e.leave_deadline_s / 2
     while x != NULL:
@@ -146,7 +149,7 @@ cdef bint finishes(Core* e, double t) noexcept nogil:
 
 
 cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
-    """Update the mean time between chunks, smoothed over LANES, which may all arrive at once."""
+    """Update the mean time between chunks, smoothed over LANES chunks because these may arrive together."""
     if chunks > r.paced:
         r.pace += ((r.moved - r.paced_at) / (chunks - r.paced) - r.pace) / LANES
         r.paced = chunks
@@ -154,7 +157,7 @@ cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
 
 
 cdef bint is_rung(Core* e) noexcept nogil:
-    """Whether all that the engine waits for rings its doorbell: messages of peers that share memory."""
+    """Whether every event that the engine waits for rings its doorbell: peers that share memory ring it."""
     cdef Exchange* x = e.pairs.running
     if e.wire.doorbells == NULL or e.pairs.changing or e.mean.running or e.mailbox.orders.leaving:
         return False
@@ -164,14 +167,19 @@ cdef bint is_rung(Core* e) noexcept nogil:
 
 
 cdef double longest_poll(Core* e, Rhythm* r, double lull) noexcept nogil:
-    """The longest pause between polls: with LANES chunks in flight, two polls per chunk saturate a slow link."""
+    """Return the longest pause between polls, in seconds.
+
+    With LANES chunks in flight, two polls per chunk saturate a slow link. `lull`: seconds since something
+    happened."""
     if lull > LULL_S or lull > 0 and is_rung(e):
         return SLOW_POLL_S
     return min(max(POLL_LAST_S, r.pace / 2), SLOW_POLL_S)
 
 
 cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
-    """Poll once. What to do until the next turn, for `r.pause_s` seconds: sleep longer each time that nothing moved."""
+    """Take one turn: poll once. Return what to do for `r.pause_s` seconds until the next turn.
+
+    Each turn in which nothing happens makes the next sleep longer."""
     cdef bint moved = poll_once(e)
     cdef double t = now(e)
     r.pause_s = 0
@@ -211,7 +219,7 @@ cdef void end_turns(Core* e) noexcept nogil:
 # ---- the thread ----------------------------------------------------------------------------
 
 cdef void* engine_main(void* argument) noexcept nogil:
-    """The thread: turns until it has left, or the wire is down."""
+    """Run the thread: take turns until the engine has left, the wire is down, or `halted` is set."""
     cdef Core* e = <Core*>argument
     cdef Rhythm rhythm
     cdef Rest rest = AGAIN
@@ -240,7 +248,9 @@ cdef inline int64_t buffers_nbytes(int64_t lane_nbytes) noexcept nogil:
 
 
 cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noexcept:
-    """Wait until the engine has counted so far. False after `seconds`, and after a fault or the end."""
+    """Wait until a counter of the engine is at least `least`.
+
+    Return False if it is not after `seconds`, or after a fault or the end of the thread."""
     cdef double until = now(e) + seconds
     with nogil:
         while load(counter) < least and not load(&e.mailbox.fault) and not load(&e.mailbox.ended) and now(e) < until:
@@ -249,7 +259,7 @@ cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noe
 
 
 cdef class Loop:
-    """The engine's thread, and the trainer's commands to it. See hvd_adpsgd.engine.engine.Engine."""
+    """The engine's thread, and the trainer's commands to the thread. See hvd_adpsgd.engine.engine.Engine."""
 
     def __cinit__(self, *args, **kwargs):
         memset(&self.core, 0, sizeof(Core))
@@ -283,7 +293,7 @@ cdef class Loop:
         if not (e.generations and p.met and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
                 and open_control(&e.control, n)
                 and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])):
-            raise MemoryError("engine")
+            raise MemoryError("no memory for the averaging engine")
         pthread_mutex_init(&p.gate, NULL)
         pthread_mutex_init(&p.inspections, NULL)
         p.doorbell = &p.own_doorbell
@@ -293,7 +303,7 @@ cdef class Loop:
         cdef Core* e = &self.core
         if not self.open:
             return
-        if self.running:                # nobody said stop: the thread must not outlive its memory
+        if self.running:                # stop() was not called: the thread must not outlive its memory
             with nogil:
                 store(&e.mailbox.halted, 1)
                 pthread_join(self.thread, NULL)
@@ -308,7 +318,7 @@ cdef class Loop:
         close_mean(e)
 
     def extend(self, int nchunks, uint64_t fingerprint):
-        """The layout now has `nchunks` chunks in all."""
+        """Add a version of the layout: the model now has `nchunks` chunks."""
         cdef Core* e = &self.core
         if e.ngenerations == PARTS:
             raise RuntimeError("more than 1023 add_param_group calls on one averaged optimizer")
@@ -317,35 +327,45 @@ cdef class Loop:
         store(&e.ngenerations, e.ngenerations + 1)
 
     def share(self, uintptr_t own, addresses):
-        """Use memory shared on this host: `own` of shared_nbytes, and each peer's (0: none)."""
+        """Exchange chunks with peers on this host through shared memory; before start.
+
+        Args:
+            own: address of this engine's shared memory, of shared_nbytes.
+            addresses: of each peer's shared memory as mapped here, by rank; 0: none.
+        """
         cdef Pairs* p = &self.core.pairs
         cdef int i
         p.neighbours = <Neighbour*>calloc(self.core.wire.size, sizeof(Neighbour))
         if p.neighbours == NULL:
-            raise MemoryError("engine")
+            raise MemoryError("no memory for the averaging engine")
         p.shared = <char*>own
         p.shared_nbytes = buffers_nbytes(p.lane_nbytes)
         for i in range(self.core.wire.size):
             p.neighbours[i].outbox = <char*><uintptr_t>addresses[i]
 
     def hear(self, uintptr_t own, addresses):
-        """Peers that share memory wake this engine when they send it something, and it wakes them; before start.
+        """Let engines that share memory wake each other when they send something; before start.
 
-        `own`: the doorbell in its shared memory; and each peer's (0: none)."""
+        Args:
+            own: address of this engine's doorbell in its shared memory; 0: a private one.
+            addresses: of each peer's doorbell as mapped here, by rank; 0: none.
+        """
         cdef Core* e = &self.core
         cdef int i
         e.wire.doorbells = <Doorbell**>calloc(e.wire.size, sizeof(Doorbell*))
         if e.wire.doorbells == NULL:
-            raise MemoryError("engine")
+            raise MemoryError("no memory for the averaging engine")
         if own:
             e.mailbox.doorbell = <Doorbell*>own
         for i in range(e.wire.size):
             e.wire.doorbells[i] = <Doorbell*><uintptr_t>addresses[i] if i != e.wire.rank else NULL
 
     def show(self, lives, areas):
-        """Read the models of these peers where they lie: of each what Store.show was given there, mapped here (0: none).
+        """Read the models of peers that share memory in place; after `share`, on both sides or on neither.
 
-        Peers that share memory, after `share`; both show their models, or neither."""
+        Args:
+            lives, areas: what each peer has passed to its Store.show, as mapped here, by rank; 0: none.
+        """
         cdef Pairs* p = &self.core.pairs
         cdef int i
         for i in range(self.core.wire.size):
@@ -354,12 +374,14 @@ cdef class Loop:
 
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):
-        """Size of the memory that an engine shares with its peers on the host."""
+        """Return the bytes of the memory that an engine shares with its peers on the host."""
         return Loop.doorbell_at(lane_nbytes) + DOORBELL_NBYTES
 
     @staticmethod
     def doorbell_at(int64_t lane_nbytes):
-        """Where the doorbell is in it, in pages of its own: peers write to nothing else."""
+        """Return the offset of the doorbell in an engine's shared memory.
+
+        The doorbell has pages of its own, because peers write to nothing else."""
         return (buffers_nbytes(lane_nbytes) + LARGEST_PAGE - 1) // LARGEST_PAGE * LARGEST_PAGE
 
     def start(self):
@@ -369,7 +391,7 @@ cdef class Loop:
         self.running = True
 
     def offer(self, int64_t step, bint fit):
-        """The mirror holds the model of `step`; `fit` says whether all of it is finite."""
+        """Offer the model: the mirror holds that of `step`; `fit`: all of it is finite."""
         cdef Core* e = &self.core
         with nogil:
             pthread_mutex_lock(&e.mailbox.gate)
@@ -388,7 +410,7 @@ cdef class Loop:
         return credit >= 1.0 - 1e-9
 
     def ask(self, int peer):
-        """Ask `peer` whatever the credit says; NOBODY (-1) withdraws the spec."""
+        """Ask `peer` for an exchange next, whatever the credit is; NOBODY (-1) withdraws that order."""
         cdef Core* e = &self.core
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.wanted = peer
@@ -396,7 +418,7 @@ cdef class Loop:
         ring(e.mailbox.doorbell)
 
     def begin_round(self, int64_t round, int peer):
-        """From now on exchange with peers in the same round; ask `peer` (-1: none)."""
+        """From now on exchange only with peers in the same round, and ask `peer` (-1: none)."""
         cdef Core* e = &self.core
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.round = round
@@ -405,26 +427,28 @@ cdef class Loop:
         ring(e.mailbox.doorbell)
 
     def average_all(self, bint survives, bint butterfly):
-        """Take part in means of all; before start.
+        """Take part in exact means of all models; before start.
 
         Args:
-            survives: the wire reports failures, and means continue without those that failed.
-            butterfly: sum by messages, also where the wire has a sum of its own and nobody can fail.
+            survives: the wire reports failures, and means continue without super learners that failed.
+            butterfly: sum by messages, even if the wire has a sum of its own and reports no failures.
         """
         if not open_mean(&self.core, survives, butterfly):
-            raise MemoryError("engine")
+            raise MemoryError("no memory for the averaging engine")
 
     def move_share(self, double share):
-        """An exchange moves this share of the model's chunks, in (0, 1]; before start, the same on all engines."""
+        """Set the fraction of the model's chunks that an exchange moves, in (0, 1]; before start.
+
+        All engines must set the same fraction."""
         self.core.pairs.share = share
 
     def share_reports(self, double every_s):
         """Exchange reports with peers, a message every `every_s` seconds; before start."""
         if not open_reports(&self.core.reports, self.core.wire.rank, self.core.wire.size, every_s):
-            raise MemoryError("engine")
+            raise MemoryError("no memory for the averaging engine")
 
     def report(self, bytes text):
-        """What this super learner says of itself from now on: at most REPORT_NBYTES bytes."""
+        """Set the text that this super learner reports from now on: at most REPORT_NBYTES bytes."""
         cdef Core* e = &self.core
         cdef Report* own
         cdef const char* source = text
@@ -441,7 +465,7 @@ cdef class Loop:
         pthread_mutex_unlock(&e.mailbox.gate)
 
     def reports(self):
-        """The newest report of each super learner that is known: {rank: (version, text, age in seconds)}."""
+        """Return the newest known report of each super learner: {rank: (version, text, age in seconds)}."""
         cdef Core* e = &self.core
         cdef Report report
         cdef double heard, t = now(e)
@@ -457,7 +481,7 @@ cdef class Loop:
         return found
 
     def begin_mean(self, bint replace):
-        """Join the next mean of all, as every other engine must. Returns its number."""
+        """Begin the next mean of all models, as every other engine must. Return the number of the mean."""
         cdef Core* e = &self.core
         pthread_mutex_lock(&e.mailbox.gate)
         store(&e.mean.replace, replace)
@@ -468,11 +492,11 @@ cdef class Loop:
         return e.mean.wanted
 
     def wait_mean(self, int64_t number, double seconds):
-        """Wait until that mean is over. Returns False after `seconds`, and after a failure."""
+        """Wait until mean `number` is over. Return False if it is not after `seconds`, or after a fault."""
         return wait_for(&self.core, &self.core.mean.finished, number, seconds)
 
     def pause(self, bint paused):
-        """Begin no exchange and answer NO, until told otherwise."""
+        """Begin no exchange and answer NO until pause(False) is called."""
         cdef Core* e = &self.core
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.paused = paused
@@ -481,11 +505,11 @@ cdef class Loop:
         ring(e.mailbox.doorbell)
 
     def wait_quiet(self, double seconds):
-        """After pause(True): wait until no exchange is running. False after `seconds` without a chunk.
+        """After pause(True): wait until no exchange is running. Return False after `seconds` without a chunk.
 
-        The thread reports it at the end of a poll that began after the pause, so an exchange that it was
-        about to begin is waited for. So is one with a silent peer, and one with a peer that has left, as
-        long as its chunks arrive.
+        The thread sets `at_rest` at the end of a poll that began after the pause, so this also waits for an
+        exchange that the thread was about to begin, for one with a silent peer, and, as long as chunks
+        arrive, for one with a peer that has left.
         """
         cdef Core* e = &self.core
         cdef double until = now(e) + seconds
@@ -500,15 +524,17 @@ cdef class Loop:
         return load(&e.mailbox.at_rest) != 0 or load(&e.mailbox.ended) != 0
 
     def wait_fresh(self, int64_t step, double seconds):
-        """Wait until every snapshot in flight is of `step` or later. False after `seconds`."""
+        """Wait until every snapshot in flight is of `step` or later. Return False if not within `seconds`."""
         return wait_for(&self.core, &self.core.mailbox.in_flight_step, step, seconds)
 
     def wait_finished(self, int64_t count, double seconds):
-        """Wait until `count` exchanges are finished in all. Returns False after `seconds`."""
+        """Wait until `count` exchanges have finished since the start.
+
+        Return False if not within `seconds`."""
         return wait_for(&self.core, &self.core.mailbox.finished, count, seconds)
 
     def stop(self, bint broken=False, double within=INFINITY):
-        """Announce the departure (bounded by leave_deadline_s, and by `within` seconds) and end the thread.
+        """Announce the departure and end the thread, within leave_deadline_s and within `within` seconds.
 
         With `broken`, peers count this super learner as failed.
         """
@@ -526,16 +552,16 @@ cdef class Loop:
         self.running = False
 
     def released(self):
-        """Whether the thread has ended and the wire holds none of its buffers, so that this may be freed."""
+        """Whether this engine may be freed: its thread has ended, and the wire uses none of its buffers."""
         cdef Core* e = &self.core
         return (not self.running and mean_released(e) and e.control.outgoing == NULL
                 and e.pairs.running == NULL and not e.control.listening.in_use)
 
     def fault(self):
-        """(kind, MPI code, peer) of the latched failure; kind 0 is none."""
+        """Return (kind, code of the wire's library, peer) of the first fault; kind 0: there was none."""
         cdef Mailbox* p = &self.core.mailbox
         cdef int64_t kind = load(&p.fault)
-        if kind == FAULT_NONE:              # the others may be written just now
+        if kind == FAULT_NONE:              # code and peer may be written just now
             return FAULT_NONE, 0, NOBODY
         return kind, p.fault_code, p.fault_peer
 
@@ -543,31 +569,32 @@ cdef class Loop:
         return load(&self.core.mailbox.peer_events)
 
     def peers(self):
-        """State of each peer: 0 alive, 1 suspect, 2 left, 3 failed.
+        """Return the state of each peer, by rank: 0 alive, 1 suspect, 2 left, 3 failed.
 
-        The thread treats a super learner that left because it failed as LEFT, and finishes its exchange;
-        this reports it as failed.
+        A super learner that left because it failed is reported as failed, although the thread treats it as
+        LEFT and finishes its exchange.
         """
         cdef Membership* m = &self.core.membership
         return [FAILED if load_byte(&m.left_broken[i]) else load_byte(&m.states[i]) for i in range(m.size)]
 
     def under_way(self):
-        """Unfinished exchanges between two turns of the thread; for tests and diagnosis.
+        """Return the unfinished exchanges between two turns of the thread; for tests and diagnosis.
 
-        A list of dicts: peer, asked (this side asked), parked, broken (the peer is gone), cut (this side has asked
-        for an early end), done and chunks (how many are merged here, of how many), since (s, CLOCK_MONOTONIC).
+        A list of dicts: peer, asked (this side asked), parked, broken (the peer has failed), cut (this side
+        has asked for an early end), done (chunks merged here), chunks (of the exchange), since (s,
+        CLOCK_MONOTONIC).
         """
         return exchanges_under_way(&self.core, self.running)
 
     def met(self, int peer):
-        """Exchanges finished with `peer`."""
+        """Return how many exchanges with `peer` have finished."""
         return load_count(&self.core.mailbox.met[peer])
 
     def finished(self):
         return load(&self.core.mailbox.finished)
 
     def cpu_s(self):
-        """CPU seconds the thread has used."""
+        """Return the CPU seconds that the thread has used; 0 if it does not run."""
         cdef clockid_t clock
         cdef timespec t
         if not self.running or pthread_getcpuclockid(self.thread, &clock) != 0:
@@ -577,11 +604,11 @@ cdef class Loop:
         return t.tv_sec + 1e-9 * t.tv_nsec
 
     def void_chunks(self):
-        """Chunks that an exchange or a mean could not average, so far."""
+        """Return how many chunks an exchange or a mean could not average so far."""
         return load(&self.core.mailbox.counters.void_chunks)
 
     def malformed(self):
-        """(how many, peer that sent the last) of messages that no engine sends, and that were ignored."""
+        """Return how many malformed messages were ignored, and the peer that sent the last of them."""
         cdef Counters* c = &self.core.mailbox.counters
         return load(&c.malformed), load(&c.malformed_from)
 
@@ -589,11 +616,11 @@ cdef class Loop:
         return counters_of(&self.core)
 
     def view(self):
-        """The thread's state between two of its turns; ages in seconds."""
+        """Return the thread's state between two of its turns as a dict; ages in seconds."""
         return {**view_of(&self.core, self.running), "cpu_s": self.cpu_s()}
 
     def take_events(self):
-        """Timeline records since the last call: (kind, peer, began, ended, nbytes, step)."""
+        """Return the timeline records since the last call: [(kind, peer, began, ended, nbytes, step)]."""
         cdef Core* e = &self.core
         cdef int64_t i, last = load(&e.mailbox.events_written)
         cdef Event* v

@@ -1,4 +1,5 @@
-# The trainer's mailbox: what the trainer tells the engine's thread, and what the thread tells the trainer.
+# The mailbox of an engine: the trainer's orders to the engine's thread, and what the thread reports to the
+# trainer.
 from libc.stdint cimport int64_t, uint32_t
 
 from hvd_adpsgd.engine.doorbell cimport Doorbell
@@ -31,8 +32,8 @@ cdef extern from *:
     void store_double "adpsgd_store_double"(double*, double) nogil
 
 cdef enum:
-    HISTOGRAM = 64          # staleness 0 .. 62 steps, and more
-    EVENTS = 16384          # timeline records kept until the trainer takes them
+    HISTOGRAM = 64          # bins of the staleness histogram: 0 to 62 steps, and more
+    EVENTS = 16384          # timeline records kept until the trainer takes them; later ones are dropped
     NO_PEER = -1
 
 cdef extern from *:
@@ -44,26 +45,26 @@ cdef extern from *:
 cdef enum Fault:
     FAULT_NONE = 0
     FAULT_MPI = 1           # the wire cannot be used any more
-    FAULT_LAYOUT = 2        # a peer averages other tensors
-    FAULT_WEIGHT = 3        # ... with another weight
+    FAULT_LAYOUT = 2        # a peer averages other tensors than this super learner
+    FAULT_WEIGHT = 3        # a peer averages with another `weight`
     FAULT_MEMORY = 4
-    FAULT_GONE = 5          # a mean of all needs a super learner that has left or has failed
-    FAULT_STATE = 6         # an exchange took a transition that does not exist: an error in the engine
-    FAULT_FENCED = 7        # a peer has reused memory that this side was reading: it took us for failed
+    FAULT_GONE = 5          # a mean of all models needs a super learner that has left or has failed
+    FAULT_STATE = 6         # an exchange changed its phase in a way that is not allowed: a bug in the engine
+    FAULT_FENCED = 7        # a peer has taken this super learner for failed, and continues without it
 
-cdef enum EventKind:        # of the timeline
+cdef enum EventKind:        # kinds of timeline records
     EVENT_ASKED = 0         # an exchange that we asked for
     EVENT_SERVED = 1        # ... that the peer asked for
-    EVENT_MERGED = 2
-    EVENT_PARKED = 3
-    EVENT_MEAN = 4          # mean of all; peer is NO_PEER
+    EVENT_MERGED = 2        # a chunk was merged
+    EVENT_PARKED = 3        # an exchange was parked
+    EVENT_MEAN = 4          # a mean of all models; `peer` is NO_PEER
 
 cdef struct Event:
     int kind                # EventKind
     int peer
     int chunk               # of EVENT_MERGED, else -1
-    int number              # of the exchange, by its asker
-    bint asked              # by us
+    int number              # of the exchange, assigned by the side that asked
+    bint asked              # this side asked
     double square           # of EVENT_MERGED: squared distance of the two models
     double began
     double ended
@@ -78,9 +79,9 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     int64_t parked
     int64_t broken          # exchanges ended by a peer's failure
     int64_t void_chunks
-    int64_t malformed       # control messages and messages of the agreement that no engine sends
-    int64_t malformed_from  # peer that sent the last of them
-    int64_t compared        # exchanges of which at least one chunk was merged
+    int64_t malformed       # control and agreement messages that no engine sends, ignored
+    int64_t malformed_from  # peer that sent the last malformed message
+    int64_t compared        # exchanges in which at least one chunk was merged
     int64_t chunks
     int64_t bytes_sent
     int64_t bytes_received
@@ -91,41 +92,41 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     double exchange_s
     int64_t means
     double mean_s
-    double mean_square      # of the last mean: squared distance of our model to it
+    double mean_square      # squared distance of our model to the last mean
     int64_t staleness[HISTOGRAM]
 
-cdef struct Orders:         # of the trainer
+cdef struct Orders:         # what the trainer wants
     bint fit                # the model offered last is finite
     bint paused
     bint leaving
     bint broken             # this super learner leaves because it has failed
-    int wanted              # peer of this round, NO_PEER if none
+    int wanted              # peer to ask next, NO_PEER if none
     int64_t round           # number of the round; ASKs of another round get a NO
     int64_t step
-    double credit           # exchanges that are due
-    double leave_within     # s: leave_deadline_s is no more than that; 0: as it is
+    double credit           # how many exchanges are due
+    double leave_within     # s; upper bound of leave_deadline_s when the engine leaves; 0: none
 
 cdef struct Mailbox:
-    pthread_mutex_t gate    # of `given`
+    pthread_mutex_t gate    # protects `given`
     Doorbell* doorbell      # wakes the thread: rung by the trainer, and by peers that share memory
-    Doorbell own_doorbell   # ... if there are none
-    Orders given            # by the trainer, at any time; the thread spends credit
-    Orders orders           # what the thread has read of them at the beginning of its poll
-    double rate             # exchanges that are due per step
-    int64_t halted          # end the thread at once, without BYE
-    # looks at the thread's state, between two of its turns
-    pthread_mutex_t inspections   # one at a time
-    int64_t inspection_wanted     # number of the newest one
-    int64_t inspection_made       # ... that the thread has made
-    void* inspection              # the trainer's, from `made` until it wants another
+    Doorbell own_doorbell   # the doorbell, if no peer shares memory
+    Orders given            # newest orders: the trainer changes them at any time; the thread takes credit
+    Orders orders           # the thread's copy of `given`, made at the beginning of its poll
+    double rate             # exchanges that become due per step
+    int64_t halted          # the thread is to end at once, without BYE
+    # copies of the thread's state, made between two of its turns (inspect.pyx)
+    pthread_mutex_t inspections   # held by the thread of the trainer that makes an inspection
+    int64_t inspection_wanted     # number of the newest inspection that the trainer wants
+    int64_t inspection_made       # number of the newest inspection that the thread has made
+    void* inspection              # that inspection; the trainer owns it until it wants another one
     # for the trainer to read
     Counters counters
     int64_t in_flight_step  # step of the oldest snapshot in flight, NO_STEP if none
-    int64_t at_rest         # paused, and no exchange or mean is running
-    int64_t peer_events
-    int64_t finished        # exchanges
+    int64_t at_rest         # averaging is paused, and no exchange or mean runs
+    int64_t peer_events     # counts changes of the membership
+    int64_t finished        # counts exchanges that are over
     int64_t ended           # the thread has ended
-    uint32_t* met           # exchanges with each peer
+    uint32_t* met           # counts finished exchanges, by peer
     int64_t fault           # Fault
     int fault_code
     int fault_peer
@@ -141,7 +142,11 @@ cdef inline void read_orders(Mailbox* p) noexcept nogil:
 
 
 cdef inline void spend_credit(Mailbox* p, int peer) noexcept nogil:
-    """An exchange has begun; `peer`: with the peer that the trainer wanted, NO_PEER for another."""
+    """Take one credit for an exchange that has begun.
+
+    `peer`: the peer that this side asked, NO_PEER if it was asked; if the trainer wanted that peer, the order
+    is done.
+    """
     pthread_mutex_lock(&p.gate)
     p.given.credit = p.orders.credit = max(p.given.credit - 1.0, -2.0 * max(p.rate, 1.0))
     if peer != NO_PEER and p.given.wanted == peer:
@@ -159,7 +164,7 @@ cdef inline void add_double(double* counter, double more) noexcept nogil:
 
 
 cdef inline void latch(Mailbox* p, Fault fault, int code, int peer) noexcept nogil:
-    """Keep the first cause; the trainer raises it at its next check()."""
+    """Store the first fault only; the trainer raises it at its next check()."""
     if p.fault == FAULT_NONE:
         p.fault_code = code
         p.fault_peer = peer

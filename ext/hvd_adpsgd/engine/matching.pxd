@@ -1,33 +1,34 @@
-# Transfers that were posted on a wire that moves its bytes itself, and messages that came before their receives.
+# Posted transfers of a wire that moves its bytes itself, and messages that arrived before their receives were
+# posted.
 from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, Status
 
-cdef struct Post:           # a transfer that was posted
+cdef struct Post:           # a posted transfer
     Status status
-    int peer                # of a completed receive the sender
+    int peer                # of a completed receive: the sender
     int channel
-    int nbytes              # of a completed receive those that came
+    int nbytes              # of a completed receive: bytes that arrived
     char* buffer
-    bint anybody            # a receive from anybody
-    bint owned              # the buffer is a copy, freed with the post
-    bint queued             # a message that its receiver has not confirmed
-    bint released           # ... of a transfer that is over
-    Post* before            # among the receives
-    Post* after             # ... or in the queue of a connection, or in the pool
+    bint anybody            # a receive from any peer
+    bint owned              # the buffer is a private copy, freed with the post
+    bint queued             # a sent message that its receiver has not confirmed
+    bint released           # the engine's transfer is over: the wire frees the post
+    Post* before            # the previous one in the list of receives
+    Post* after             # the next one in the list of receives, in a connection's queue, or in the pool
 
-cdef struct Stray:          # a message without a receive; its bytes follow
+cdef struct Stray:          # a message that arrived before its receive was posted; its bytes follow
     int peer
     int channel
     int nbytes
     bint complete
-    Post* wanted            # a receive that was posted before the message was complete
+    Post* wanted            # the receive for this message, if it was posted before the message was complete
     Stray* after
 
 cdef struct Posts:
-    Post* oldest            # receives
+    Post* oldest            # list of pending receives
     Post* newest
-    Stray* first
+    Stray* first            # list of strays
     Stray* last
-    Post* pool
+    Post* pool              # posts that are free
 
 cdef inline char* stray_bytes(Stray* stray) noexcept nogil:
     return <char*>(stray + 1)

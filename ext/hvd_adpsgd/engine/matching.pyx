@@ -1,10 +1,10 @@
 # cython: language_level=3
 # Why compiled: the engine's thread keeps these lists without the GIL.
-"""Which message is for which receive, on a wire that moves its bytes itself.
+"""Matching of messages with posted receives, for a wire that moves its bytes itself.
 
-A message goes to the oldest receive that was posted for its sender, or for anybody, and for its channel. One that
-comes first is a *stray* and is kept. MPI's rule: messages of one sender and channel are received in the order in
-which they were sent.
+A message goes to the oldest receive that was posted for its sender, or for any peer, and for its channel. A
+message that arrives before its receive is posted is a *stray* and is kept. As in MPI, messages of one sender
+and channel are received in the order in which they were sent.
 """
 
 from libc.stdlib cimport free, malloc
@@ -16,7 +16,7 @@ from hvd_adpsgd.engine.matching cimport *
 # ---- the pool ------------------------------------------------------------------------------
 
 cdef Post* take_post(Posts* p, int peer, int channel, void* buffer, int nbytes) noexcept nogil:
-    """A pending post; NULL without memory."""
+    """Return a new pending post; NULL if memory is exhausted."""
     cdef Post* post = p.pool
     if post != NULL:
         p.pool = post.after
@@ -35,7 +35,7 @@ cdef void give_post(Posts* p, Post* post) noexcept nogil:
 
 
 cdef void settle(Posts* p, Post* post, Status status) noexcept nogil:
-    """A message leaves its queue: it is confirmed, or its peer has failed."""
+    """End a message of a queue with `status`: its receiver has confirmed it, or has failed."""
     post.queued = False
     post.after = NULL
     if post.released:
@@ -51,7 +51,7 @@ cdef inline bint is_for(Post* post, int peer, int channel) noexcept nogil:
 
 
 cdef bint take_early(Posts* p, Post* post) noexcept nogil:
-    """Take the first stray that is for this receive, which is then no longer among those that wait."""
+    """Give a receive the first stray that matches it. Return whether there was one."""
     cdef Stray* stray = p.first
     while stray != NULL and (stray.wanted != NULL or not is_for(post, stray.peer, stray.channel)):
         stray = stray.after
@@ -64,7 +64,7 @@ cdef bint take_early(Posts* p, Post* post) noexcept nogil:
 
 
 cdef void expect(Posts* p, Post* post) noexcept nogil:
-    """Post a receive: it takes the first stray that is for it, or waits for a message."""
+    """Post a receive: give it the first stray that matches it, or append it to the pending receives."""
     if take_early(p, post):
         return
     post.before = p.newest
@@ -76,7 +76,7 @@ cdef void expect(Posts* p, Post* post) noexcept nogil:
 
 
 cdef bint is_here(Posts* p, int peer, int channel) noexcept nogil:
-    """Whether a stray of this peer waits for a receive."""
+    """Whether a stray of `peer` on `channel` has no receive yet."""
     cdef Stray* stray = p.first
     while stray != NULL and (stray.wanted != NULL or stray.peer != peer or stray.channel != channel):
         stray = stray.after
@@ -96,7 +96,7 @@ cdef void unlink_receive(Posts* p, Post* post) noexcept nogil:
 
 
 cdef Post* receive_for(Posts* p, int peer, int channel) noexcept nogil:
-    """Take the receive for a message that begins to arrive; NULL if none was posted."""
+    """Remove and return the pending receive for a message that begins to arrive; NULL if none was posted."""
     cdef Post* post = p.oldest
     while post != NULL and not is_for(post, peer, channel):
         post = post.after
@@ -107,7 +107,7 @@ cdef Post* receive_for(Posts* p, int peer, int channel) noexcept nogil:
 
 
 cdef void give_up(Posts* p, Post* post) noexcept nogil:
-    """Forget a pending receive into which no message arrives yet."""
+    """Remove a pending receive for which no message has begun to arrive on a connection."""
     cdef Stray* stray = p.first
     cdef Post* other = p.oldest
     while stray != NULL:
@@ -122,7 +122,7 @@ cdef void give_up(Posts* p, Post* post) noexcept nogil:
 
 
 cdef void cut_off(Posts* p, Post* post) noexcept nogil:
-    """The message that this receive had begun to take will come again: it waits before all others, as before."""
+    """Post a receive again, before all others: the message that it had begun to take will be sent again."""
     if post.anybody:
         post.peer = NOBODY
     if take_early(p, post):
@@ -138,10 +138,11 @@ cdef void cut_off(Posts* p, Post* post) noexcept nogil:
 # ---- strays --------------------------------------------------------------------------------
 
 cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil:
-    """Room for a message that no receive waits for, behind those that are here; NULL without memory.
+    """Append a stray: memory for a message without a receive. Return NULL if memory is exhausted.
 
-    A weakness that we accept: neither its size nor the number of strays is bounded. Only peers that have proven that they
-    are of the job send, whose pickles are trusted with more, and memory is taken as the bytes come.
+    A weakness that we accept: neither the size nor the number of strays is bounded. Only peers that have
+    proven that they belong to the job can send, their pickles are loaded anyway, and memory is used only as
+    the bytes arrive.
     """
     cdef Stray* stray = <Stray*>malloc(sizeof(Stray) + nbytes)
     if stray == NULL:
@@ -171,7 +172,7 @@ cdef void drop(Posts* p, Stray* stray) noexcept nogil:
 
 
 cdef void forget_stray(Posts* p, Stray* stray) noexcept nogil:
-    """Drop a message that came in part, and will come again."""
+    """Free a stray that arrived in part, because its message will be sent again."""
     cdef Post* post = stray.wanted
     drop(p, stray)
     if post != NULL:
@@ -179,7 +180,7 @@ cdef void forget_stray(Posts* p, Stray* stray) noexcept nogil:
 
 
 cdef Stray* first_whole(Posts* p) noexcept nogil:
-    """The first stray that is complete and that no receive wants; NULL if there is none."""
+    """Return the first complete stray without a receive; NULL if there is none."""
     cdef Stray* stray = p.first
     while stray != NULL and (stray.wanted != NULL or not stray.complete):
         stray = stray.after
@@ -199,7 +200,7 @@ cdef void hand_over(Posts* p, Stray* stray) noexcept nogil:
 
 
 cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil:
-    """All of its bytes have come."""
+    """Mark a stray as complete, and give it to its receive if that is posted."""
     stray.complete = True
     if stray.wanted != NULL:
         hand_over(p, stray)
@@ -208,7 +209,9 @@ cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil:
 # ---- ends ----------------------------------------------------------------------------------
 
 cdef void fail_posts(Posts* p, int peer) noexcept nogil:
-    """Nothing more comes from this peer: its receives fail. Complete strays stay, but for chunks: their exchange is over."""
+    """End all pending receives from `peer` with PEER_DOWN: the peer has failed.
+
+    Strays with chunks are freed, because their exchange is over; other strays stay."""
     cdef Post* post
     cdef Post* next_post
     cdef Stray* stray = p.first
@@ -228,7 +231,7 @@ cdef void fail_posts(Posts* p, int peer) noexcept nogil:
 
 
 cdef void close_posts(Posts* p) noexcept nogil:
-    """Free the strays and the pool."""
+    """Free all strays and the pool of posts."""
     cdef Post* post
     while p.first != NULL:
         drop(p, p.first)

@@ -1,4 +1,4 @@
-# The mean of all models, on the engine's thread.
+# The exact mean of all models; the engine's thread calls all functions but open_mean and close_mean.
 from hvd_adpsgd.engine.core cimport Core
 
 cdef bint open_mean(Core* e, bint survives, bint butterfly) noexcept

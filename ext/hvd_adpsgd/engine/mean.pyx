@@ -2,14 +2,15 @@
 # Why compiled: it runs on the engine's thread, without the GIL.
 """The exact mean of all models: one sum per chunk (butterfly.pyx), LANES sums in flight.
 
-Each chunk carries two more numbers: how many super learners contribute (a model that is not finite does
-not), and the sum of a number derived from the layout, which shows whether all average the same tensors.
+Each sum has two more numbers: how many super learners contribute (one whose chunk is not finite does not),
+and the sum of a number derived from the layout, which shows whether all super learners average the same
+tensors.
 
-Where failures are reported, the engines agree (agreement.pyx) at the end of a mean that each of them has all of it.
-A super learner that left or failed meanwhile makes its peers vote no: the mean is repeated from its first chunk among
-the others, as the decision names them, over their current models; a chunk that some of them had merged already is
-averaged once more. Sums of the given-up attempt have channels of their own (the epoch), and buffers that are kept until
-the wire no longer uses them.
+If the wire reports failures, the engines agree (agreement.pyx) at the end of a mean that each of them has
+merged all of its chunks. If a super learner left or failed meanwhile, its peers vote no: the mean is repeated
+from its first chunk, over the current models of the super learners that the decision leaves; a chunk that
+some of them had already merged is averaged once more. The sums of each attempt have channels of their own
+(the epoch); buffers of an attempt that was given up are kept until the wire no longer uses them.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -34,7 +35,7 @@ from hvd_adpsgd.engine.wire cimport (AGREEMENT, DONE, NOBODY, PEER_DOWN, PENDING
 # ---- set-up --------------------------------------------------------------------------------
 
 cdef bint open_mean(Core* e, bint survives, bint butterfly) noexcept:
-    """Take part in means of all. False without memory."""
+    """Take part in means of all models. Return False if memory is exhausted."""
     cdef Mean* m = &e.mean
     cdef int i, n = e.wire.size
     m.survives = survives
@@ -55,7 +56,7 @@ cdef bint open_mean(Core* e, bint survives, bint butterfly) noexcept:
 
 
 cdef void close_mean(Core* e) noexcept:
-    """Free all but what the wire may still use."""
+    """Free all memory of the mean except buffers that the wire may still use."""
     cdef Mean* m = &e.mean
     free(m.network.members)
     agreement_free(m.agreement)
@@ -66,14 +67,14 @@ cdef void close_mean(Core* e) noexcept:
 
 
 cdef void listen_mean(Core* e) noexcept nogil:
-    """Receive the next message of the agreement."""
+    """Post the receive of the next message of the agreement."""
     cdef Mean* m = &e.mean
     if m.survives:
         receive(e.wire, &m.listening, m.inbox, <int>agreement_message_size(e.wire.size), NOBODY, AGREEMENT)
 
 
 cdef bint mean_released(Core* e) noexcept nogil:
-    """Whether the wire uses nothing of it any more."""
+    """Whether no mean runs and the wire uses no buffer of earlier means any more."""
     cdef Mean* m = &e.mean
     return (not m.running and m.letters == NULL and m.abandoned == NULL
             and e.wire.release(e.wire, &m.listening))
@@ -82,12 +83,12 @@ cdef bint mean_released(Core* e) noexcept nogil:
 # ---- sums ----------------------------------------------------------------------------------
 
 cdef bint reserve_sums(Core* e) noexcept nogil:
-    """Allocate LANES chunks: each three times in the type of sums."""
+    """Allocate three buffers for each of LANES chunks: our chunk, the total, and a peer's numbers."""
     cdef Mean* m = &e.mean
     cdef Share* share
     cdef char* buffers
     cdef int i
-    cdef int64_t sums = 2 * e.pairs.lane_nbytes + 16        # a 16-bit chunk doubles
+    cdef int64_t sums = 2 * e.pairs.lane_nbytes + 16        # 16-bit chunks need twice their bytes
     cdef int64_t nbytes = 3 * sums
     if m.sums != NULL:
         return True
@@ -131,17 +132,19 @@ cdef void begin_sums(Core* e) noexcept nogil:
 
 
 cdef enum:
-    FLOAT32_EXACT = 1 << 24     # whole numbers up to here
+    FLOAT32_EXACT = 1 << 24     # float32 represents all whole numbers up to this one
 
 
 cpdef double layout_mark(uint64_t fingerprint, int chunk, int n) noexcept nogil:
-    """A whole number from 1 to 4093, or so small that its sum over n super learners is exact in float32."""
+    """Return a number that depends on the layout and the chunk, for a check that all layouts are the same.
+
+    A whole number from 1 to 4093, or less, so that its sum over n super learners is exact in float32."""
     cdef uint64_t modulus = max(1, min(4093, FLOAT32_EXACT // n))
     return 1.0 + <double>((fingerprint + <uint64_t>chunk * 31) % modulus)
 
 
 cdef double mark_of(Core* e, int chunk) noexcept nogil:
-    """The same on all members, also while one of them has learned of fewer failures."""
+    """Return the layout_mark of a chunk, the same on members that know of different failures."""
     return layout_mark(generation(e).fingerprint, chunk, e.wire.size)
 
 
@@ -157,7 +160,7 @@ cdef double get_number(Share* s, char* where, int i) noexcept nogil:
 
 
 cdef bint start_share(Core* e) noexcept nogil:
-    """Contribute the next chunk."""
+    """Begin the sum of the next chunk. Return False if none can begin now."""
     cdef Mean* m = &e.mean
     cdef Share* s = &m.sums.shares[m.next % LANES]
     cdef Status status
@@ -178,7 +181,9 @@ cdef bint start_share(Core* e) noexcept nogil:
 
 
 cdef bint advance_share(Core* e, int lane) noexcept nogil:
-    """Merge the chunk of a lane if its sum has arrived."""
+    """Test the sum of a lane, and merge its chunk if the sum is complete.
+
+    Return whether anything was done."""
     cdef Mean* m = &e.mean
     cdef Share* s = &m.sums.shares[lane]
     cdef int chunk = m.done                 # sums are merged in order
@@ -187,7 +192,7 @@ cdef bint advance_share(Core* e, int lane) noexcept nogil:
     cdef Status status
     if not s.busy:
         return False
-    if s.summing:                           # also out of order: a wire may progress only what is tested
+    if s.summing:                           # also out of order: some wires progress only tested transfers
         status = sum_test(&m.network, &s.sum)
         if status > DONE:
             break_mean(e, s, status)
@@ -215,7 +220,7 @@ cdef bint advance_share(Core* e, int lane) noexcept nogil:
 
 
 cdef bint advance_mean(Core* e) noexcept nogil:
-    """Do what can be done now for the mean of all. True if anything was."""
+    """Advance the mean of all models as far as possible without waiting. Return whether anything was done."""
     cdef Mean* m = &e.mean
     cdef bint moved = False
     if not m.enabled:
@@ -253,12 +258,12 @@ cdef bint advance_sums(Core* e) noexcept nogil:
 
 
 cdef void break_mean(Core* e, Share* s, Status status) noexcept nogil:
-    """A sum has failed here."""
+    """Process the failure of a sum: give up the attempt if failures are reported, else latch a fault."""
     cdef Transfer* t = &s.sum.arriving if s.sum.arriving.status == status else &s.sum.outgoing
     if status == PEER_DOWN and e.mean.survives:
         transfer_failed(e, t.peer, t)
         give_up_sums(e)
-    elif status == PEER_DOWN:               # a mean cannot exclude the failed one
+    elif status == PEER_DOWN:               # without an agreement a mean cannot exclude the peer
         transfer_failed(e, t.peer, t)
         latch(&e.mailbox, FAULT_GONE, t.code, find_gone(e, True))
     else:
@@ -266,7 +271,7 @@ cdef void break_mean(Core* e, Share* s, Status status) noexcept nogil:
 
 
 cdef void give_up_sums(Core* e) noexcept nogil:
-    """Abandon this attempt with its buffers, which the wire may still use, and vote no."""
+    """Give up this attempt at a mean and vote no; its buffers are kept, as the wire may still use them."""
     cdef Mean* m = &e.mean
     m.sums.next_one = m.abandoned
     m.abandoned = m.sums
@@ -275,7 +280,7 @@ cdef void give_up_sums(Core* e) noexcept nogil:
 
 
 cdef bint retire_sums(Core* e) noexcept nogil:
-    """Free abandoned buffers that the wire no longer uses. True if there were any."""
+    """Free the buffers of attempts given up that the wire no longer uses. Return whether there were any."""
     cdef Sums** link = &e.mean.abandoned
     cdef Sums* left
     cdef bint done, moved = False
@@ -305,12 +310,12 @@ cdef void vote(Core* e, bint complete) noexcept nogil:
 
 
 cdef bint advance_agreement(Core* e) noexcept nogil:
-    """Take and send messages of the agreement; act on a decision. True if anything happened."""
+    """Receive and send messages of the agreement, and act on a decision. Return whether anything was done."""
     cdef Mean* m = &e.mean
     cdef bint moved = retire_sums(e) | reap(e, &e.mean.letters)
     if m.seen != load(&e.mailbox.peer_events):
         m.seen = load(&e.mailbox.peer_events)
-        m.moved = now(e)        # the mean may have waited long for a slow one that leaves now: its process has yet to end
+        m.moved = now(e)        # restart the patience: a super learner that has just left has yet to end
         tell_gone(e)
     moved |= read_letter(e)
     send_letters(e)
@@ -323,7 +328,7 @@ cdef bint advance_agreement(Core* e) noexcept nogil:
 
 
 cdef void tell_gone(Core* e) noexcept nogil:
-    """Somebody's state has changed: one that left or failed takes no part in decisions, and ends the attempt."""
+    """Exclude members that are gone from decisions, and give up an attempt that needs their chunks."""
     cdef Mean* m = &e.mean
     cdef int i
     cdef bint ended = False
@@ -337,7 +342,7 @@ cdef void tell_gone(Core* e) noexcept nogil:
 
 
 cdef void conclude(Core* e) noexcept nogil:
-    """The same on all: the mean is over, or is repeated among those that the decision leaves."""
+    """Act on a decision, as all members do: end the mean, or repeat it among the remaining members."""
     cdef Mean* m = &e.mean
     cdef Network* n = &m.network
     cdef int i, kept = 0
@@ -347,8 +352,9 @@ cdef void conclude(Core* e) noexcept nogil:
                 n.rank = kept
             n.members[kept] = n.members[i]
             kept += 1
-    # Sums that were given up may have messages on their way, so the next ones take other channels. Not after a
-    # mean that is complete: epochs are few, and would come round to the channels of sums given up long ago.
+    # Messages of sums that were given up may still arrive, so the next sums take other channels. Not so after
+    # a complete mean: only EPOCHS epochs have channels, and must not return early to those of sums given up
+    # before.
     if kept < n.size or not m.agreement.last.outcome & 1:
         n.epoch += 1
     if kept < n.size:
@@ -380,7 +386,7 @@ cdef bint read_letter(Core* e) noexcept nogil:
 
 
 cdef void send_letters(Core* e) noexcept nogil:
-    """Send what the agreement has to say; it must be asked after each input."""
+    """Send all outgoing messages of the agreement; must be called after each input to it."""
     cdef Mean* m = &e.mean
     cdef Letter* letter
     cdef int peer
@@ -392,7 +398,7 @@ cdef void send_letters(Core* e) noexcept nogil:
             return
         nbytes = agreement_take(m.agreement, &peer, letter + 1)
         if nbytes == 0 or send(e.wire, &letter.transfer, letter + 1, <int>nbytes, peer, AGREEMENT) != PENDING:
-            free(letter)                    # a peer that has failed gets nothing
+            free(letter)                    # nothing is sent to a peer that has failed
             if nbytes == 0:
                 return
             continue
@@ -421,25 +427,25 @@ cdef void record_mean(Core* e, EventKind kind, int chunk, double began, int64_t 
 
 
 cdef void require_everybody(Core* e) noexcept nogil:
-    """A mean waits for slow super learners without bound, but not for one that has left.
+    """Latch FAULT_GONE if the mean waits for a super learner that has left; wait for slow ones without bound.
 
-    Where failures are reported, it continues without one that has left once its process has ended. One that is gone
-    for certain does not count there: the agreement leaves it out, however long it waits for the votes of slow ones."""
+    If the wire reports failures, the agreement excludes a super learner that has failed, or that has left and
+    whose process has ended; only one that has left and whose process does not end for long is a fault."""
     cdef Mean* m = &e.mean
     cdef int peer
-    cdef double patience = e.pairs.deadline_s               # its last messages may still arrive
+    cdef double patience = e.pairs.deadline_s               # messages of a peer that left may arrive
     if m.survives:
         patience += 2 * e.leave_deadline_s
     if now(e) - m.moved <= patience or m.searched == load(&e.mailbox.peer_events) + 1:
         return
-    m.searched = load(&e.mailbox.peer_events) + 1              # until the next change there is nobody
+    m.searched = load(&e.mailbox.peer_events) + 1              # search again only after the next change
     peer = find_leaving(e) if m.survives else find_gone(e, True)
     if peer != NOBODY:
         latch(&e.mailbox, FAULT_GONE, 0, peer)
 
 
 cdef int find_leaving(Core* e) noexcept nogil:
-    """A member that has left and whose process has not ended; NOBODY if there is none."""
+    """Return a member that has left and whose process has not ended; NOBODY if there is none."""
     cdef Network* n = &e.mean.network
     cdef int i, peer
     for i in range(n.size):
@@ -450,7 +456,7 @@ cdef int find_leaving(Core* e) noexcept nogil:
 
 
 cdef int find_gone(Core* e, bint left) noexcept nogil:
-    """A member that is gone, or (`left`) has left; NOBODY if there is none."""
+    """Return a member that is gone (is_gone), with `left` also one that has left; NOBODY if none."""
     cdef Network* n = &e.mean.network
     cdef int i, peer
     for i in range(n.size):

@@ -1,4 +1,4 @@
-# Who is alive, as the engine sees it, and the peers that it tells of departures.
+# States of the peers as this engine knows them, and the peers (listeners) to which it sends departures.
 from libc.stdint cimport int64_t
 
 cdef enum Peer:
@@ -10,32 +10,32 @@ cdef enum Peer:
 cdef enum:
     LISTENERS = 64          # two for each power of two below the number of super learners
 
-cdef struct Listener:       # a peer that this engine tells of departures
+cdef struct Listener:       # a peer to which this engine sends departures
     int peer
-    int sent                # how many departures our last message to it held
-    int acknowledged        # ... the last one that it has answered
-    double told_at
+    int sent                # how many departures our last message to it contained
+    int acknowledged        # how many departures the last message contained that it has answered
+    double told_at          # when our last message to it was sent
 
 cdef struct Membership:
     int size
     int own
-    char* states            # Peer
+    char* states            # a Peer each
     char* left_broken       # peers that left because they failed
-    char* ended             # the wire has reported that the process has ended
-    char* mute              # peers that have not answered our departure in time
-    int64_t* changes        # counts changes, for the trainer
+    char* ended             # peers of which the wire has reported that the process has ended
+    char* mute              # peers that have not answered our BYE in time
+    int64_t* changes        # counts changes of the membership, for the trainer (`peer_events`)
     # departures
-    unsigned char* departed # two bits for each engine, also for this one: it has left, because it failed
-    int known               # departures in it
+    unsigned char* departed # two bits for each engine, this one included: it has left; because it failed
+    int known               # how many departures `departed` contains
     Listener listeners[LISTENERS]
     int nlisteners
-    bint unchecked          # something has changed for the listeners
-    bint departing
-    double said_at
-    int owed                # departures that somebody must know before this engine ends: those known at its departure
-    double answer_s         # the longest that a listener took to answer
-    double end_at           # our departure is taken over; until then peers may not know, and ask. 0: it is not
-    double leave_by         # 0: not leaving
+    bint unchecked          # states or departures have changed: listeners may have to be notified
+    bint departing          # this engine has announced its departure
+    double said_at          # ... at this time
+    int owed                # departures known then: a peer must know as many before this engine ends
+    double answer_s         # the longest time that a listener took to answer
+    double end_at           # when this engine may end; 0: no listener has taken over its departure yet
+    double leave_by         # when this engine ends at the latest; 0: it is not leaving
     double checked_at       # when failures were last searched for
 
 cdef bint open_membership(Membership* m, int own, int size, int64_t* changes) noexcept

@@ -1,15 +1,16 @@
 # cython: language_level=3
 # Why compiled: the engine's thread reads and writes it without the GIL.
-"""States of the peers, and who is told of departures.
+"""States of the peers, and the peers to which departures are sent.
 
-    ALIVE <-> SUSPECT     silent for deadline_s; answers again
-    both -> LEFT          it, or another one, says that it has left
-    both -> FAILED        the wire reports it
+    ALIVE <-> SUSPECT     the peer is silent for deadline_s; it answers again
+    both -> LEFT          the peer, or another one, announces that the peer has left
+    both -> FAILED        the wire reports that the peer has failed
 
-An engine tells its listeners what departures it knows of: of the peers that are there, the first one 1, 2, 4, ...
-ranks behind it. Whoever learns of a departure tells its own listeners, so a departure reaches n engines in
-log2(n) hops, with log2(n) messages of each. The first listener is the next engine that is there: from one to the
-next every departure reaches all of them, whichever of the others have left meanwhile.
+An engine sends the departures that it knows of to its listeners: for each distance 1, 2, 4, ... the first
+peer at least so many ranks behind it that has not left or failed. An engine that learns of a departure sends
+it to its own listeners, so a departure reaches n engines in log2(n) hops, with log2(n) messages of each
+engine. The first listener is the next running engine: along this ring every departure reaches all engines,
+whichever of them have left meanwhile.
 """
 
 from libc.stdint cimport int64_t
@@ -39,9 +40,9 @@ cdef void close_membership(Membership* m) noexcept:
 
 
 cdef bint set_peer(Membership* m, int peer, Peer state) noexcept nogil:
-    """True if that changed its state. LEFT and FAILED are final.
+    """Set the state of a peer, and return whether that changed it. LEFT and FAILED are final.
 
-    The process of a peer that left ends, which the wire may report as a failure: it stays LEFT."""
+    When the process of a peer that left ends, the wire may report a failure: the peer stays LEFT."""
     cdef Peer before = <Peer>m.states[peer]
     if before == state or before >= LEFT:
         return False
@@ -52,14 +53,14 @@ cdef bint set_peer(Membership* m, int peer, Peer state) noexcept nogil:
 
 
 cdef void note_end(Membership* m, int peer) noexcept nogil:
-    """The wire reports that a peer has failed; one that has left has only ended."""
+    """Process the wire's report that a peer has failed: if it has left, only its process has ended."""
     m.ended[peer] = True
     if not set_peer(m, peer, FAILED):
         store(m.changes, m.changes[0] + 1)
 
 
 cdef bint is_gone(Membership* m, int peer) noexcept nogil:
-    """Whether nothing is to be expected of a peer: it failed, or it left and its process has ended."""
+    """Whether a peer sends nothing any more: it failed, or it left and its process has ended."""
     return m.states[peer] == FAILED or (m.states[peer] == LEFT and (m.ended[peer] or m.left_broken[peer]))
 
 
@@ -78,7 +79,7 @@ cdef bint left_as_broken(const unsigned char* departed, int i) noexcept nogil:
 
 
 cdef int next_departed(Membership* m, const unsigned char* departed, int first) noexcept nogil:
-    """The first engine from `first` on that has left, which this one does not know; NOBODY if there is none."""
+    """Return the first engine from `first` on in `departed` that is unknown here; NOBODY if none."""
     cdef int i = first
     while i < m.size:
         if departed[i // 4] == m.departed[i // 4]:
@@ -91,26 +92,26 @@ cdef int next_departed(Membership* m, const unsigned char* departed, int first) 
 
 
 cdef void note_departure(Membership* m, int i, bint broken) noexcept nogil:
-    """An engine, perhaps this one, has left; `broken`: because it failed."""
+    """Store that an engine, perhaps this one, has left; `broken`: because it failed."""
     if has_departed(m.departed, i):
         return
     m.departed[i // 4] |= (3 if broken else 1) << 2 * (i % 4)
     m.known += 1
     m.unchecked = True
     if i != m.own:
-        store_byte(&m.left_broken[i], broken)   # before set_peer tells the trainer, who reads both
+        store_byte(&m.left_broken[i], broken)   # before `changes`: then the trainer reads both
         set_peer(m, i, LEFT)
 
 
 cdef bint knows_no_more(Membership* m, const unsigned char* departed) noexcept nogil:
-    """Whether these departures are all that this engine knows of."""
+    """Whether `departed` equals the departures that this engine knows of."""
     return memcmp(departed, m.departed, departed_nbytes(m.size)) == 0
 
 
 # ---- listeners -----------------------------------------------------------------------------
 
 cdef Listener* listener_of(Membership* m, int peer) noexcept nogil:
-    """NULL if the peer is none."""
+    """Return the Listener of a peer; NULL if the peer is no listener."""
     cdef int i
     for i in range(m.nlisteners):
         if m.listeners[i].peer == peer:
@@ -119,9 +120,9 @@ cdef Listener* listener_of(Membership* m, int peer) noexcept nogil:
 
 
 cdef int first_from(Membership* m, int start, bint there) noexcept nogil:
-    """The first peer from `start` on, in the order of ranks, that may be there, or (`there`) that answers.
+    """Return the first peer from rank `start` on that has not left or failed; `there`: and that answers.
 
-    NOBODY if that is this engine."""
+    NOBODY if there is none before this engine's own rank."""
     cdef int peer = start % m.size
     while peer != m.own:
         if m.states[peer] == ALIVE and not m.mute[peer] or not there and m.states[peer] <= SUSPECT:
@@ -131,7 +132,7 @@ cdef int first_from(Membership* m, int start, bint there) noexcept nogil:
 
 
 cdef void add_listener(Membership* m, const Membership* before, int peer) noexcept nogil:
-    """What it was told before still counts."""
+    """Add a peer to the listeners, with its counts in `before`, unless it is among them."""
     cdef int i
     if peer == NOBODY or listener_of(m, peer) != NULL:
         return
@@ -143,7 +144,9 @@ cdef void add_listener(Membership* m, const Membership* before, int peer) noexce
 
 
 cdef void choose_listeners(Membership* m) noexcept nogil:
-    """The first peers 1, 2, 4, ... ranks behind this one. Behind one that is silent also one that is not."""
+    """Choose the listeners: for each distance 1, 2, 4, ... the first peer that has not left or failed.
+
+    If that peer is silent, also the first one behind it that answers."""
     cdef Membership before = m[0]
     cdef int64_t distance = 1
     m.nlisteners = 0
@@ -154,7 +157,7 @@ cdef void choose_listeners(Membership* m) noexcept nogil:
 
 
 cdef int hops(Membership* m) noexcept nogil:
-    """That a departure takes to reach all: log2(n), rounded up."""
+    """Return how many hops a departure takes to reach all engines: log2(n), rounded up."""
     cdef int count = 0
     while (<int64_t>1 << count) < m.size:
         count += 1
@@ -162,7 +165,7 @@ cdef int hops(Membership* m) noexcept nogil:
 
 
 cdef void give_up_listeners(Membership* m, double before) noexcept nogil:
-    """Peers that have not answered a BYE sent at that time or earlier: they may have left unnoticed."""
+    """Mark listeners as mute that have not answered a BYE sent earlier than `before`: they may have ended."""
     cdef int i
     for i in range(m.nlisteners):
         if m.listeners[i].acknowledged < m.owed and m.listeners[i].told_at < before and not m.mute[m.listeners[i].peer]:
@@ -171,9 +174,9 @@ cdef void give_up_listeners(Membership* m, double before) noexcept nogil:
 
 
 cdef bint is_taken_over(Membership* m, bint late) noexcept nogil:
-    """Whether a listener that stays has answered the departure of this engine, or none is there to answer.
+    """Whether a listener that stays has answered the departure of this engine, or no listener can answer.
 
-    Those that are silent or suspect may be slow, and are waited for until it is `late`."""
+    Listeners that are silent or suspect may be slow: with `late`, mute ones count as unable to answer."""
     cdef int i
     cdef bint alone = True
     for i in range(m.nlisteners):

@@ -1,4 +1,4 @@
-# The exchanges there are: states, buffers, failures.
+# The list of exchanges of an engine: their phases, their buffers, and failures of their peers.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core, Exchange, Pairs, Phase

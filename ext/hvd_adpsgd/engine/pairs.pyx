@@ -1,9 +1,10 @@
 # cython: language_level=3
 # Why compiled: it runs on the engine's thread, without the GIL.
-"""The exchanges there are: their states, their buffers, and what a failed peer leaves of them.
+"""The list of exchanges of an engine: their phases, their buffers, and failures of their peers.
 
-An exchange is taken from a pool, and goes back IDLE when it is over (exchange.pyx). Until then its buffers are its own;
-one whose peer has failed is BROKEN, and keeps them as long as the wire may use them.
+An exchange is taken from a pool, and returns to it as IDLE when it is over (exchange.pyx). Until then its
+buffers are its own; an exchange whose peer has failed is BROKEN, and keeps its buffers as long as the wire
+may use them.
 """
 
 from libc.stdint cimport int64_t
@@ -18,22 +19,22 @@ from hvd_adpsgd.engine.wire cimport NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_D
 cdef extern from "<stdlib.h>" nogil:
     void* aligned_alloc(size_t, size_t)
 
-RETRY_FIRST_S = 50e-6               # pause after a NO, doubled up to the last of exchange.pyx
+RETRY_FIRST_S = 50e-6               # pause after a NO; each further NO doubles it, up to RETRY_LAST_S
 
 
 # ---- states ------------------------------------------------------------------------------
 
 cdef bint allowed(Phase before, Phase after) noexcept nogil:
-    """The transitions of an exchange."""
+    """Whether an exchange may change from phase `before` to `after`."""
     if before == IDLE:
-        return after == ASKED or after == RUNNING               # we ask; we serve
+        return after == ASKED or after == RUNNING               # this side asks; it serves the peer
     if before == ASKED:
-        return after == RUNNING or after == IDLE                # YES; NO, the peer is gone, or we serve it
+        return after == RUNNING or after == IDLE                # YES or we serve it; NO or the peer is gone
     if before == RUNNING:
         return after == CLOSING or after == BROKEN              # all chunks merged; the peer has failed
     if before == CLOSING:
-        return after == IDLE or after == BROKEN                 # the peer has read ours; it has failed
-    return after == IDLE                                        # the wire has given the buffers back
+        return after == IDLE or after == BROKEN                 # the peer has read our chunks; it has failed
+    return after == IDLE                                        # the wire has released the buffers
 
 
 cdef void become(Core* e, Exchange* x, Phase phase) noexcept nogil:
@@ -43,7 +44,7 @@ cdef void become(Core* e, Exchange* x, Phase phase) noexcept nogil:
 
 
 cdef Exchange* find(Core* e, int peer) noexcept nogil:
-    """The exchange with a peer, NULL if there is none."""
+    """Return the exchange with a peer, NULL if there is none."""
     cdef Exchange* x = e.pairs.running
     while x != NULL:
         if x.peer == peer and x.phase != IDLE:
@@ -53,7 +54,7 @@ cdef Exchange* find(Core* e, int peer) noexcept nogil:
 
 
 cdef Exchange* enlist(Core* e, int peer) noexcept nogil:
-    """A new exchange from the pool, IDLE; NULL without memory."""
+    """Return a new exchange with a peer, IDLE, from the pool; NULL if memory is exhausted."""
     cdef Pairs* p = &e.pairs
     cdef Exchange* x = p.pool
     if x != NULL:
@@ -75,7 +76,7 @@ cdef Exchange* enlist(Core* e, int peer) noexcept nogil:
 
 
 cdef void sweep(Pairs* p) noexcept nogil:
-    """Give the exchanges that are over back to the pool."""
+    """Return the exchanges that are over to the pool."""
     cdef Exchange** link = &p.running
     cdef Exchange* x
     while link[0] != NULL:
@@ -95,7 +96,7 @@ cdef void release_side(Core* e, int peer) noexcept nogil:
         e.pairs.serving = NOBODY
 
 
-# ---- all of them -------------------------------------------------------------------------
+# ---- all exchanges -----------------------------------------------------------------------
 
 cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept:
     p.asking = p.serving = NOBODY
@@ -112,7 +113,7 @@ cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept:
 
 
 cdef void close_pairs(Pairs* p) noexcept:
-    """Free all but the exchanges whose buffers the wire may still use."""
+    """Free all memory except exchanges whose buffers the wire may still use."""
     cdef Exchange* x
     cdef int i
     free(p.schedule)
@@ -128,12 +129,12 @@ cdef void close_pairs(Pairs* p) noexcept:
 # ---- buffers -----------------------------------------------------------------------------
 
 cdef char* mapped(Core* e, int peer) noexcept nogil:
-    """The peer's outbox; NULL: chunks go over the wire."""
+    """Return the peer's shared memory as mapped here; NULL if chunks go over the wire."""
     return e.pairs.neighbours[peer].outbox if e.pairs.neighbours != NULL else NULL
 
 
 cdef char* take_buffers(Pairs* p) noexcept nogil:
-    """Of an exchange. They begin with a line, for they are copied past the caches (Block in kernels.c)."""
+    """Return private buffers for an exchange, aligned to cache lines for stores past the caches."""
     cdef int i
     cdef char* buffers
     for i in range(SPARES):
@@ -159,9 +160,9 @@ cdef void return_buffers(Pairs* p, Exchange* x) noexcept nogil:
 
 
 cdef bint has_room(Core* e, int peer) noexcept nogil:
-    """Whether there are buffers for an exchange with `peer`, and for one more on our other side.
+    """Whether there are buffers for an exchange with `peer`, and for one more on this engine's other side.
 
-    An unanswered ASK counts as an exchange, for a silent peer may still answer YES."""
+    An unanswered ASK counts as an exchange, because a silent peer may still answer YES."""
     cdef Exchange* x = e.pairs.running
     cdef int i, room = 0
     if mapped(e, peer) == NULL:
@@ -175,7 +176,7 @@ cdef bint has_room(Core* e, int peer) noexcept nogil:
 
 
 cdef bint allocate(Core* e, Exchange* x) noexcept nogil:
-    """Give an exchange its buffers."""
+    """Reserve buffers for an exchange. Return False if there are none."""
     cdef Pairs* p = &e.pairs
     cdef int i
     x.set = NOBODY
@@ -200,7 +201,7 @@ cdef bint allocate(Core* e, Exchange* x) noexcept nogil:
 # ---- failures ----------------------------------------------------------------------------
 
 cdef bint posted(Core* e, int peer, Transfer* t) noexcept nogil:
-    """Whether a transfer could be posted; else the failure is handled."""
+    """Whether a transfer was posted; if not, process the failure."""
     if t.status == PENDING:
         return True
     transfer_failed(e, peer, t)
@@ -208,7 +209,7 @@ cdef bint posted(Core* e, int peer, Transfer* t) noexcept nogil:
 
 
 cdef void transfer_failed(Core* e, int peer, Transfer* t) noexcept nogil:
-    """A failed peer ends its exchange, any other error is a fault."""
+    """Process a failed transfer: the failure of a peer ends its exchange, any other error is a fault."""
     if t.status == PEER_DOWN:
         peer_failed(e, peer)
     elif t.status == TOO_LONG:
@@ -218,7 +219,7 @@ cdef void transfer_failed(Core* e, int peer, Transfer* t) noexcept nogil:
 
 
 cdef void peer_failed(Core* e, int peer) noexcept nogil:
-    """The peer's process has failed. Its exchange keeps its buffers as long as the wire may write to them."""
+    """Process the failure of a peer: its exchange becomes BROKEN, and keeps buffers that the wire may use."""
     cdef Exchange* x = find(e, peer)
     note_end(&e.membership, peer)
     release_side(e, peer)
@@ -230,12 +231,12 @@ cdef void peer_failed(Core* e, int peer) noexcept nogil:
     add(&e.mailbox.counters.broken, 1)
     become(e, x, BROKEN)
     if x.set != NOBODY:
-        e.pairs.taken[x.set] = False    # the wire never had these addresses; a late reader finds another stamp
+        e.pairs.taken[x.set] = False    # not used by the wire; a late reader finds another stamp
         x.set = NOBODY
 
 
 cdef bint retire(Core* e, Exchange* x) noexcept nogil:
-    """Free the buffers of a broken exchange once the wire no longer uses them. True if freed."""
+    """Free the buffers of a broken exchange if the wire no longer uses them. Return whether it did."""
     cdef bint done = e.wire.release(e.wire, &x.last_sending) and e.wire.release(e.wire, &x.last_receiving)
     cdef int i
     for i in range(LANES):
@@ -250,11 +251,11 @@ cdef bint retire(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef void take_failures(Core* e, bint look) noexcept nogil:
-    """Take what the wire reports; `look`: let it search thoroughly."""
+    """Process all failures of peers that the wire reports; `look`: let the wire search thoroughly."""
     cdef int peer = e.wire.next_failed(e.wire, look)
     while peer != NOBODY:
         if e.membership.states[peer] == LEFT:
-            note_end(&e.membership, peer)       # its last chunks may be here, not merged: transfers that fail tell
+            note_end(&e.membership, peer)       # its exchange goes on: its last chunks may have arrived
         else:
             peer_failed(e, peer)
         peer = e.wire.next_failed(e.wire, False)

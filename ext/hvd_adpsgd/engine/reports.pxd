@@ -1,12 +1,12 @@
-# What super learners say of themselves, as far as this engine has heard.
+# The newest status report of each super learner that has reached this engine.
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.membership cimport Membership
 from hvd_adpsgd.engine.mailbox cimport Mailbox
 
 cdef enum:
-    REPORT_NBYTES = 200     # of a report's text
-    REPORTS = 16            # in one message
+    REPORT_NBYTES = 200     # longest text of a report
+    REPORTS = 16            # reports in one message, at most
 
 cdef struct Report:
     int64_t version         # counts the reports of its super learner; 0: none
@@ -14,20 +14,20 @@ cdef struct Report:
     int nbytes
     char text[REPORT_NBYTES]
 
-cdef struct Known:          # the newest report of one super learner, in a list: those heard last come first
+cdef struct Known:          # the newest report of a super learner, in a list: last received first
     Report report
-    double heard
+    double heard            # when it was received
     Known* newer
     Known* older
 
 cdef struct Reports:
     int own
     int size
-    Known* known            # by rank; NULL: this engine takes no part
-    Known* newest
-    double every_s
-    double next_at
-    uint64_t chance
+    Known* known            # by rank; NULL: this engine sends no reports and stores none
+    Known* newest           # first of the list
+    double every_s          # seconds between two messages
+    double next_at          # when the next message is due
+    uint64_t chance         # state of the random generator that chooses peers
 
 cdef bint open_reports(Reports* r, int own, int size, double every_s) noexcept
 cdef void close_reports(Reports* r) noexcept

@@ -1,12 +1,13 @@
 # cython: language_level=3
 # Why compiled: the engine's thread carries reports without the GIL.
-"""Reports of super learners, spread by gossip: each engine knows the newest of all, a little late.
+"""Status reports of super learners, spread by gossip: each engine learns those of all, a little late.
 
-    trainer    --report-->    own     --every_s-->    a peer at random: own and the REPORTS - 1 heard last
+    trainer    --report-->    own     --every_s-->    a random peer: own and the REPORTS - 1 received last
 
-A report is a text of at most REPORT_NBYTES that the engine does not read, with a version: the newer one stays. The
-trainer's gate (mailbox) protects texts and versions, one at a time; the list is the engine's thread's own. With n super
-learners a report is heard by all after about log2 n messages, and n / REPORTS seconds where they do not fit in one.
+A report is a text of at most REPORT_NBYTES that the engine does not interpret, with a version: of two reports
+of one super learner the newer stays. The mailbox's `gate` protects each text and version; only the engine's
+thread uses the list. With n super learners a report reaches all after about log2 n messages, and n / REPORTS
+seconds if the reports do not fit in one message.
 """
 
 from libc.stdlib cimport calloc, free
@@ -17,11 +18,11 @@ from hvd_adpsgd.engine.reports cimport *
 from hvd_adpsgd.engine.wire cimport NOBODY
 
 cdef enum:
-    TRIES = 8               # draws of a peer, in search of one that is alive
+    TRIES = 8               # random draws, at most, to find a peer that is alive
 
 
 cdef bint open_reports(Reports* r, int own, int size, double every_s) noexcept:
-    """Take part, with a message every `every_s` seconds. False without memory."""
+    """Send and store reports, with a message every `every_s` seconds. Return False if memory is exhausted."""
     cdef int i
     r.known = <Known*>calloc(size, sizeof(Known))
     if r.known == NULL:
@@ -39,7 +40,7 @@ cdef void close_reports(Reports* r) noexcept:
 
 
 cdef bint note_report(Reports* r, Mailbox* p, Report* told, double heard) noexcept nogil:
-    """Keep a report that a peer has sent, if it is newer than the one that is known. Whether it is."""
+    """Store a report that a peer has sent if it is newer than the known one. Return whether it is."""
     cdef Known* k
     if r.known == NULL or not (0 <= told.rank < r.size and 0 <= told.nbytes <= REPORT_NBYTES) or told.rank == r.own:
         return False
@@ -69,7 +70,7 @@ cdef void to_the_front(Reports* r, Known* k) noexcept nogil:
 
 
 cdef int gather_reports(Reports* r, Mailbox* p, Report* into) noexcept nogil:
-    """Fill a message; returns how many reports. 0 before the trainer's first one."""
+    """Write reports to a message, and return how many; 0 before the trainer's first report."""
     cdef Known* k = r.newest
     cdef int count = 1
     pthread_mutex_lock(&p.gate)
@@ -85,7 +86,7 @@ cdef int gather_reports(Reports* r, Mailbox* p, Report* into) noexcept nogil:
 
 
 cdef int choose_listener(Reports* r, Membership* m) noexcept nogil:
-    """A peer at random that is alive; NOBODY if none is found soon."""
+    """Return a random peer that is alive; NOBODY if TRIES draws find none."""
     cdef int peer, tries
     for tries in range(TRIES if r.size > 1 else 0):
         r.chance = r.chance * <uint64_t>6364136223846793005 + <uint64_t>1442695040888963407

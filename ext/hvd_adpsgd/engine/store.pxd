@@ -1,4 +1,4 @@
-# The memory of one super learner's averaging: the mirror and slots of corrections, in chunks.
+# The memory that one super learner averages in: the mirror of its model and slots of corrections, in chunks.
 from libc.stdint cimport int64_t, uint8_t
 
 cdef extern from "<pthread.h>" nogil:
@@ -6,64 +6,64 @@ cdef extern from "<pthread.h>" nogil:
         pass
 
 cdef enum:
-    ADDS = 1                # a slot's correction is added to the parameters
-    REPLACES = 2            # a slot holds the new parameters themselves
-    SLOTS = 3               # at most
+    ADDS = 1                # the correction in the slot is added to the parameters
+    REPLACES = 2            # the slot holds the new parameters themselves
+    SLOTS = 3               # slots of a chunk, at most
     MIRROR = -1
     NO_SLOT = -2
-    FIRST = 16              # chunks in the first block; each block has twice those of the one before
+    FIRST = 16              # chunks in the first block of the chunk table; each further block doubles that
     BLOCKS = 27
 
-cdef struct Live:           # what peers on the host must know of a chunk to read it where it lies
-    int64_t version         # odd while it changes
+cdef struct Live:           # shared description of a chunk, with which peers on the host read it in place
+    int64_t version         # odd while the chunk changes
     int64_t step
     int base                # base buffer (MIRROR or slot index), then the slots to add; NO_SLOT ends the list
     int first
     int second
 
-cdef struct Neighbour:      # where a peer on the host has what it shows (its chunks lie as ours do)
-    char* lives             # NULL: it shows no model
-    char* area
-    char* outbox            # NULL: chunks go over the wire
-    void (*meanwhile)(Neighbour*, int chunk) noexcept nogil     # a simulator's: what happens while a chunk is read; NULL
-    void* simulated         # ... its own
+cdef struct Neighbour:      # memory of a peer on the host, mapped here; chunks have the same offsets as ours
+    char* lives             # a Live of each chunk; NULL: the peer's model cannot be read
+    char* area              # the peer's mirror and slots
+    char* outbox            # the peer's exchange buffers; NULL: chunks go over the wire
+    void (*meanwhile)(Neighbour*, int chunk) noexcept nogil     # a simulator's: called while a chunk is read
+    void* simulated         # data of the simulator
 
 cdef struct Chunk:
-    pthread_mutex_t lease   # of all below, but what never changes: count, dtype and addresses
+    pthread_mutex_t lease   # protects all fields that change: not count, dtype and addresses
     char* mirror            # the model as last offered; NULL on learners that are not leaders
     char* slot[SLOTS]       # corrections: float64 for float64, else float32
-    uint8_t* full[SLOTS]    # does the slot hold something for this chunk: 0, ADDS or REPLACES
-    int open                # the slot that is being filled; the one before it is published
+    uint8_t* full[SLOTS]    # what the slot holds for this chunk: 0 (nothing), ADDS or REPLACES
+    int open                # the slot to which the engine adds; the slot before it is published
     bint absorbed           # the mirror already contains the published correction
     bint stream             # the model is larger than the caches
     int64_t count           # elements
     int dtype
     int64_t step            # the trainer's step of the mirror
-    int64_t left_out        # exchanges and means in a row that could not average it
-    Live* live              # NULL: no peer reads it
+    int64_t left_out        # consecutive exchanges and means that could not average this chunk
+    Live* live              # NULL: no peer reads this chunk in place
 
 cdef enum Compared:
     MERGED = 0
     NOT_FINITE = 1
-    CHANGING = 2            # the peer's trainer or engine works on it: try again
+    CHANGING = 2            # the peer's trainer or engine was changing the chunk: try again
 
 cdef struct Memory:
-    Chunk* blocks[BLOCKS]   # growing moves no chunk
-    int nchunks             # for the trainer; the engine knows those of the generations that it was told
+    Chunk* blocks[BLOCKS]   # the chunk table; a new block moves no chunk
+    int nchunks             # read by the trainer only; the engine reads its newest Generation
     int nslots
-    int open                # of all chunks, for the trainer
-    int shown               # the first chunks, which peers on the host may read
-    char* area              # ... from here on
+    int open                # the open slot of all chunks, read by the trainer only
+    int shown               # how many chunks, from the first one on, peers on the host may read in place
+    char* area              # beginning of the memory with the mirrors and slots of these chunks
 
 cdef extern from *:
     """
     #if defined(__SSE2__)
     #include <emmintrin.h>
     #endif
-    /* All loads and stores before it, also those past the caches, come before all of them after it. */
+    /* Order all loads and stores before the fence, also stores past the caches, before all those after it. */
     static inline void adpsgd_fence(void)
     {
-        __atomic_thread_fence(__ATOMIC_SEQ_CST);    /* a locked instruction, which need not order streamed stores */
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);    /* need not order streamed stores */
     #if defined(__SSE2__)
         _mm_sfence();
     #endif
@@ -81,7 +81,7 @@ cdef inline Chunk* chunk_at(Memory* m, int i) noexcept nogil:
 
 
 cdef inline int published_slot(Memory* m, int opened) noexcept nogil:
-    """The slot that was open before `opened`."""
+    """Return the slot that was open before slot `opened`."""
     return (opened + m.nslots - 1) % m.nslots
 
 

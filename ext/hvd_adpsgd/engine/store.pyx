@@ -1,10 +1,10 @@
 # cython: language_level=3
 # Why compiled: the trainer and the engine's thread share it chunk by chunk, without the GIL.
-"""The model in chunks, shared by the trainer and the engine.
+"""The model in chunks, which the trainer and the engine of a super learner share.
 
 The engine adds corrections to the open slot. (After an exact mean of all models the slot holds that mean
 itself, which replaces the model, so that all super learners have the same bits.) The trainer publishes: the
-open slot becomes the published one, and the next slot is opened. Then it absorbs the published slot:
+open slot becomes the published one, and the next slot is opened. Then the trainer absorbs the published slot:
 parameter += correction, mirror = parameter.
 
     trainer                          engine
@@ -13,21 +13,24 @@ parameter += correction, mirror = parameter.
     absorb chunk 0 (its lease)       snapshot chunk 7 (its lease): mirror + published + open
     absorb chunk 1 (its lease)       snapshot chunk 1: mirror + open, published is in the mirror
 
-Each chunk has a lease of its own: trainer and engine wait for each other over the same chunk only.
+Each chunk has a lock of its own (lease): trainer and engine wait for each other only if both use the same
+chunk.
 
-All learners of the super learner read a published slot without a lease. Publication t opens the slot of
-publication t - 2 again. With three slots none of them can still be reading that one: each has applied it before it
-entered the all-reduce of step t - 1, which was over before publication t. With two slots it would be the slot of t - 1,
-which a late learner may still be reading, and merging would have to wait for the all-reduce of step t. A learner that
-is alone applies each slot before it publishes the next one, and has two.
+All learners of the super learner read a published slot without a lease. With three slots, publication t opens
+the slot of publication t - 2 again. No learner can still be reading that slot: each has applied it before it
+entered the all-reduce of step t - 1, which was over before publication t. With two slots, publication t would
+open the slot of t - 1, which a late learner may still be reading, and merging would have to wait for the
+all-reduce of step t. A learner that is alone in its super learner applies each slot before it publishes the
+next one, and has two.
 
-Corrections are float32 at least. A 16-bit parameter takes the rounded sum, and what rounding holds back goes into the
-open slot as a correction, to be applied with the next publication. The leader alone does that: all learners of the
-super learner read the same corrections, and so take the same bits.
+Corrections are float64 or float32. A 16-bit parameter takes the rounded sum, and the rounding error goes into
+the open slot as a correction, to be applied with the next publication. The leader alone writes it: all
+learners of the super learner read the same corrections, and so compute the same bits.
 
-Peers on the host may read a chunk where it lies, without its lease, which belongs to this process: a stopped one would
-keep it. A thread that changes the chunk makes its version odd before the first store and even after the last one. A
-reader whose version has changed between its first and its last load discards what it has read, and tries again.
+Peers on the host may read a chunk in place, without its lease: a lease is local to this process, and a
+stopped process would never release a shared one. A thread that changes the chunk makes the chunk's version
+odd before the first store and even after the last one. A reader that finds another version after its last
+load than before its first one discards what it has read, and tries again.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
@@ -59,7 +62,7 @@ cdef extern from *:
 
 
 cdef enum:
-    RUNS = 8                # of one pass, each by a thread of its own; memory feeds few of them
+    RUNS = 8                # threads of one pass over the model, at most: few threads saturate the memory
 
 
 cdef struct Span:
@@ -71,17 +74,17 @@ cdef struct Span:
 
 
 cdef int wire_type(Chunk* chunk, int wire) noexcept nogil:
-    """The element type on the wire: `wire` narrows 32- and 64-bit elements, -1 narrows nothing."""
+    """Return the element type of a chunk on the wire: `wire` for 32- and 64-bit elements, unless it is -1."""
     return wire if wire >= 0 and adpsgd_itemsize(chunk.dtype) > 2 else chunk.dtype
 
 
 cdef int64_t memory_elements(Memory* m, int chunk) noexcept nogil:
-    """Elements of one chunk."""
+    """Return the number of elements of a chunk."""
     return chunk_at(m, chunk).count
 
 
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil:
-    """Bytes of one chunk on the wire."""
+    """Return the bytes of a chunk on the wire."""
     cdef Chunk* c = chunk_at(m, chunk)
     return c.count * adpsgd_itemsize(wire_type(c, wire))
 
@@ -115,14 +118,14 @@ cdef void begin_change(Chunk* c) noexcept nogil:
 
 
 cdef void show(Memory* m, Chunk* c) noexcept nogil:
-    """Peers may read the chunk again."""
+    """End a change of a chunk: write its Live and make the version even, so that peers may read the chunk."""
     cdef Live found = contents(m, c)
     c.live.step, c.live.base, c.live.first, c.live.second = found.step, found.base, found.first, found.second
     set_version(&c.live.version, c.live.version + 1)
 
 
 cdef Live contents(Memory* m, Chunk* c) noexcept nogil:
-    """The mirror, and the corrections that it lacks."""
+    """Return which buffers add up to the current model of a chunk: a base, and corrections that it lacks."""
     cdef int before = published_slot(m, c.open)
     cdef Live found = [0, c.step, MIRROR, NO_SLOT, NO_SLOT]
     if c.full[before][0] == REPLACES and not c.absorbed:
@@ -137,7 +140,7 @@ cdef Live contents(Memory* m, Chunk* c) noexcept nogil:
 
 
 cdef adpsgd_model sum_of(Chunk* c, Live* found, const char* mirror, char** slots) noexcept nogil:
-    """The same as addresses."""
+    """Return the addresses of the buffers that `found` names."""
     cdef adpsgd_model model = [c.dtype, mirror, NULL, NULL]
     if 0 <= found.base < SLOTS:
         model.dtype, model.base = adpsgd_slot_dtype(c.dtype), slots[found.base]
@@ -151,7 +154,7 @@ cdef adpsgd_model sum_of(Chunk* c, Live* found, const char* mirror, char** slots
 # ---- the engine's side ---------------------------------------------------------------------
 
 cdef adpsgd_model own_model(Memory* m, Chunk* c, bint offered_only) noexcept nogil:
-    """With corrections, or as it was offered."""
+    """Return a chunk of this side's model: with all corrections, or as last offered."""
     cdef Live found = contents(m, c)
     if offered_only:
         found.base, found.first, found.second = MIRROR, NO_SLOT, NO_SLOT
@@ -193,11 +196,13 @@ cdef void note_merged(Chunk* c) noexcept nogil:
 
 
 cdef adpsgd_model peer_model(Memory* m, Neighbour* peer, Chunk* c, Live* live, bint offered_only) noexcept nogil:
-    """As `own_model`, of the peer's chunk. `live` may change meanwhile: it only chooses among places of the peer."""
+    """Return a chunk of the peer's model, as `own_model` does for ours.
+
+    `live` may change meanwhile: whatever it holds, the addresses are in the peer's area."""
     cdef Live found = live[0]
     cdef char* slots[SLOTS]
     cdef int i
-    for i in range(SLOTS):              # the peer may have another number of slots
+    for i in range(SLOTS):              # all SLOTS: the peer may have another number of slots
         slots[i] = peer.area + (c.slot[0] - m.area) + i * (c.slot[1] - c.slot[0])
     if offered_only:
         found.base, found.first, found.second = MIRROR, NO_SLOT, NO_SLOT
@@ -206,10 +211,10 @@ cdef adpsgd_model peer_model(Memory* m, Neighbour* peer, Chunk* c, Live* live, b
 
 cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bint offered_only, double weight, void* half,
                              void* keep, int64_t* step, int64_t* peer_step, double* square) noexcept nogil:
-    """half = half of the difference to the peer's chunk, as on the wire; open slot += 2 weight half.
+    """half = (peer's chunk - our chunk) / 2, in the type on the wire; open slot += 2 weight half.
 
     Nothing is merged if the peer's chunk has changed meanwhile, or if the difference is not finite.
-    `keep` is for a second copy, in the caches; square: of the whole difference."""
+    `keep` gets a second copy of `half`, in the caches; `square` the squared distance of the two chunks."""
     cdef Chunk* c = chunk_at(m, chunk)
     cdef Live* live = <Live*>peer.lives + chunk
     cdef int64_t version = version_of(&live.version)
@@ -241,7 +246,9 @@ cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bi
 
 
 cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, const void* half) noexcept nogil:
-    """open slot -= 2 weight half, of the difference that the peer has computed. Returns its square, as the peer's."""
+    """open slot -= 2 weight half, where the peer has computed `half`.
+
+    Returns the squared distance of the chunks."""
     cdef Chunk* c = lease_to_change(m, chunk)
     cdef double square = adpsgd_merge_half(c.dtype, wire_type(c, wire), c.slot[c.open], half, -weight, c.count,
                                            not c.full[c.open][0], c.stream)
@@ -251,24 +258,24 @@ cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, con
 
 
 cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil:
-    """An exchange or a mean could not average this chunk: here or there it was not finite."""
+    """Count an exchange or a mean that could not average a chunk, because a value of it was not finite."""
     cdef Chunk* c = lease(m, chunk)
     c.left_out += 1
     end_lease(c)
 
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil:
-    """Bytes of one chunk in the type of sums; also its elements, and the size of one there."""
+    """Return the bytes of a chunk in the type of sums, and its elements and the bytes of one as results."""
     count[0] = chunk_at(m, chunk).count
     itemsize[0] = adpsgd_slot_itemsize(chunk_at(m, chunk).dtype)
     return count[0] * itemsize[0]
 
 
 cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil:
-    """share = the model in the type of sums, zeros if it is not finite: then 1 is returned.
+    """share = the chunk in the type of sums; if the chunk is not finite, zeros, and 1 is returned.
 
-    Also if a number is so large that its distance from the mean may not be finite: left out here, it is left
-    out of the mean of the others too."""
+    The same if a number is so large that its distance from the mean may not be finite: then the chunk of this
+    super learner is left out of the mean."""
     cdef Chunk* c = chunk_at(m, chunk)
     cdef int bad = memory_snapshot_as(m, chunk, adpsgd_slot_dtype(c.dtype), offered_only, False, share, NULL, step)
     bad = bad or adpsgd_any_large(adpsgd_slot_dtype(c.dtype), share, c.count)
@@ -279,9 +286,9 @@ cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int6
 
 cdef double memory_merge_mean(Memory* m, int chunk, bint replace, double learners, const void* sum,
                               const void* share) noexcept nogil:
-    """Merge the mean, sum / learners, into the open slot. Returns the squared distance to it.
+    """Merge the mean, sum / learners, into the open slot. Returns the squared distance of chunk and mean.
 
-    -1 if the mean is not finite and nothing was merged."""
+    Returns -1 if the mean is not finite, and then merges nothing."""
     cdef Chunk* c = lease_to_change(m, chunk)
     cdef double square = adpsgd_merge_mean(c.dtype, c.slot[c.open], sum, share, learners, c.count,
                                            not c.full[c.open][0], replace)
@@ -303,9 +310,9 @@ cdef inline char* after(char* start, int64_t nbytes) noexcept nogil:
 
 cdef int absorb_chunk(Memory* m, Chunk* c, const Span* spans, int64_t nspans, const uintptr_t* tensors,
                       int published) noexcept nogil:
-    """Apply the published slot of one chunk, and on a leader refresh the mirror. Returns what adpsgd_apply finds.
+    """Apply the published slot of one chunk, on a leader refresh the mirror. Returns flags of adpsgd_apply.
 
-    With tensors NULL the mirror has been filled, and takes the correction itself; without one there is nothing to do."""
+    With tensors NULL the mirror already holds the parameters, and the correction is added to the mirror."""
     cdef int kind = c.full[published][0] if published >= 0 else 0
     cdef int narrow = adpsgd_itemsize(c.dtype), wide = adpsgd_slot_itemsize(c.dtype), found = 0
     cdef bint fresh = False
@@ -316,7 +323,7 @@ cdef int absorb_chunk(Memory* m, Chunk* c, const Span* spans, int64_t nspans, co
     cdef int64_t i
     if tensors == NULL and not kind:
         return 0
-    # A mean in the open slot was made of models with all their corrections: it has what is held back.
+    # A mean in the open slot includes all corrections, so also this rounding error.
     if kind and c.mirror != NULL and narrow < wide and c.full[c.open][0] != REPLACES:
         back = c.slot[c.open]
         fresh = not c.full[c.open][0]
@@ -334,21 +341,21 @@ cdef int absorb_chunk(Memory* m, Chunk* c, const Span* spans, int64_t nspans, co
     return found
 
 
-cdef struct Run:            # whole chunks of one pass
+cdef struct Run:            # a part of one pass over the model: whole chunks, for one thread
     Memory* m
     const Span* spans
     int64_t nspans
     const uintptr_t* tensors
     int published
     int64_t step
-    int found               # by adpsgd_apply
-    bint corrected          # the slot held something
+    int found               # flags of adpsgd_apply
+    bint corrected          # the published slot held something
     bint has_thread
     pthread_t thread
 
 
 cdef void* absorb_run(void* argument) noexcept nogil:
-    """Apply the published slot to the tensors of a run."""
+    """Apply the published slot to the chunks of a run."""
     cdef Run* r = <Run*>argument
     cdef int64_t i = 0, last
     cdef Chunk* c
@@ -367,14 +374,14 @@ cdef void* absorb_run(void* argument) noexcept nogil:
         if leads:
             c.absorbed = True
             c.step = r.step
-            fence()                 # of what adpsgd_apply has written past the caches
+            fence()                 # adpsgd_apply may have written past the caches
             end_change(r.m, c)
         i = last
     return NULL
 
 
 cdef void absorb_runs(Run* runs, int count) noexcept nogil:
-    """All runs: the first one in this thread, and those that get no thread of their own."""
+    """Absorb all runs, each in a thread; the first one, and those that get no thread, in this thread."""
     cdef int i
     for i in range(1, count):
         runs[i].has_thread = pthread_create(&runs[i].thread, NULL, absorb_run, &runs[i]) == 0
@@ -387,7 +394,7 @@ cdef void absorb_runs(Run* runs, int count) noexcept nogil:
 
 
 cdef void add_pending_span(Memory* m, Chunk* c, const Span* span, char* copy) noexcept nogil:
-    """One span of Store.add_pending."""
+    """Do Store.add_pending for one span."""
     cdef int wide = adpsgd_slot_dtype(c.dtype)
     cdef int64_t size = adpsgd_slot_itemsize(c.dtype), at = span.offset * size
     cdef Live found = contents(m, c)
@@ -401,15 +408,15 @@ cdef void add_pending_span(Memory* m, Chunk* c, const Span* span, char* copy) no
 
 
 cdef class Store:
-    """Chunks of one layout. Memory belongs to the caller, who keeps it alive.
+    """The chunks of a model, with mirrors and slots in memory that the caller owns and keeps alive.
 
     Args:
-        slots: of corrections: 3, or 2 for a learner that is alone in its super learner.
+        slots: how many slots of corrections: 3, or 2 for a learner that is alone in its super learner.
     """
 
     def __cinit__(self, int slots=2):
         if not 2 <= slots <= SLOTS:
-            raise ValueError(f"{slots} slots, allowed are 2 to {SLOTS}")
+            raise ValueError(f"Store: slots={slots}, allowed are 2 to {SLOTS}")
         memset(&self.memory, 0, sizeof(Memory))
         self.memory.nslots = slots
 
@@ -424,14 +431,22 @@ cdef class Store:
         return self.memory.nchunks
 
     def add_chunk(self, uintptr_t mirror, slots, full, int64_t count, int dtype):
-        """Append a chunk of `count` elements; addresses of its mirror (0: none), of its slots, and of their flags."""
+        """Append a chunk.
+
+        Args:
+            mirror: address of its mirror; 0: none.
+            slots: address of each of its slots.
+            full: address of a byte for each slot, in which the store keeps what the slot holds.
+            count: elements.
+            dtype: element type, a code of kernels.h.
+        """
         cdef Memory* m = &self.memory
         cdef int block = 31 - leading_zeros(m.nchunks // FIRST + 1), i
         cdef Chunk* c
         if m.blocks[block] == NULL:
             m.blocks[block] = <Chunk*>calloc(FIRST << block, sizeof(Chunk))
         if m.blocks[block] == NULL:
-            raise MemoryError("chunk table")
+            raise MemoryError("no memory for the table of chunks")
         c = chunk_at(m, m.nchunks)
         pthread_mutex_init(&c.lease, NULL)
         c.mirror = <char*>mirror
@@ -446,7 +461,7 @@ cdef class Store:
         m.nchunks += 1
 
     def stream(self, bint past_the_caches):
-        """Write the mirror and corrections of the chunks so far past the caches, for models larger than those are."""
+        """Choose whether the chunks added so far are written past the caches (for large models)."""
         cdef int i
         cdef Chunk* c
         for i in range(self.memory.nchunks):
@@ -455,11 +470,12 @@ cdef class Store:
             end_lease(c)
 
     def show(self, uintptr_t lives, uintptr_t area):
-        """Let peers on this host read the chunks so far (leader only), from memory that they map.
+        """Let peers on this host read the chunks added so far in place (leader only).
 
         Args:
-            lives: live_nbytes of zeros.
-            area: where mirrors and slots begin; slots are as far apart for every chunk.
+            lives: address of live_nbytes zeros in shared memory.
+            area: address of shared memory with all mirrors and slots; the distance of two slots is the same
+                for every chunk.
         """
         cdef Memory* m = &self.memory
         cdef Chunk* c
@@ -474,11 +490,13 @@ cdef class Store:
 
     @staticmethod
     def live_nbytes(int chunks):
-        """Size of what peers must know of so many chunks to read them."""
+        """Return the bytes of the descriptions with which peers read `chunks` chunks."""
         return chunks * sizeof(Live)
 
     def publish(self):
-        """Publish the open slot, and open the next one. Returns the index of the published slot (leader only)."""
+        """Publish the open slot, and open the next one (leader only).
+
+        Returns the index of the published slot."""
         cdef Memory* m = &self.memory
         cdef Chunk* c
         cdef int i, published = m.open
@@ -494,22 +512,23 @@ cdef class Store:
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
                int64_t step, starts=(0,)):
-        """parameter += published correction; mirror = parameter.
+        """Apply the published correction: parameter += correction; mirror = parameter.
 
-        Without `tensors` (leader only): mirror += published correction. The mirror holds parameters as they were
-        before that correction, which are on a device, and to which the device adds it too.
+        Without `tensors` (leader only): mirror += correction. Then the parameters are on a device, the mirror
+        holds a copy of them from before the correction, and the device adds the correction itself.
 
         Args:
-            spans: shape (n, 5): tensor, first element in it, chunk, first element there, count;
-                sorted by chunk.
+            spans: shape (n, 5): tensor, first element in the tensor, chunk, first element in the chunk,
+                elements; sorted by chunk.
             tensors: address of each tensor's first element, or None.
             published: slot to apply, -1 for none.
             step: the trainer's step of the parameters.
-            starts: the first span of each run, of at most RUNS; each begins with a chunk, and gets a thread.
+            starts: the first span of each run, at most RUNS; a run begins at the beginning of a chunk, and
+                gets a thread.
 
         Returns:
-            Whether every parameter is finite, and whether the slot held anything; without `tensors` only those
-            numbers are looked at that a correction has changed.
+            Whether every parameter is finite, and whether the slot held anything. Without `tensors`, only
+            parameters that a correction has changed are checked.
         """
         cdef Run runs[RUNS]
         cdef int64_t n = spans.shape[0]
@@ -534,12 +553,12 @@ cdef class Store:
         return not found & ADPSGD_NOT_FINITE, bool(corrected)
 
     def add_pending(self, const int64_t[:, ::1] spans, const uintptr_t[::1] copies):
-        """copy += corrections that the parameters lack, published or not; a mean that replaces them takes their place.
+        """copy += corrections that the parameters lack, published or not; a mean replaces the copy.
 
-        Leader only. Nothing is applied: the corrections stay pending.
+        Leader only. The corrections stay pending: the parameters do not change.
 
         Args:
-            spans: as of `absorb`.
+            spans: as for `absorb`.
             copies: address of a contiguous copy of each tensor, in the type of corrections.
         """
         cdef Memory* m = &self.memory
@@ -554,10 +573,10 @@ cdef class Store:
                 end_lease(c)
 
     def forget(self, const int64_t[:, ::1] spans):
-        """Drop what the open slot holds for these spans of 16-bit chunks: their parameters have been replaced.
+        """Drop the rounding errors in the open slot for spans of 16-bit parameters that have been replaced.
 
         Args:
-            spans: as of `absorb`; nothing may be under way, or pending but what rounding has held back.
+            spans: as for `absorb`; no exchange or mean may run, and only rounding errors may be pending.
         """
         cdef int64_t i
         cdef Chunk* c
@@ -568,7 +587,7 @@ cdef class Store:
             end_change(&self.memory, c)
 
     def left_out(self, int64_t least):
-        """Chunks that at least so many exchanges and means in a row could not average."""
+        """Return the chunks that at least `least` consecutive exchanges and means could not average."""
         cdef int i
         cdef Chunk* c
         found = []
@@ -584,29 +603,35 @@ cdef class Store:
         """The slot that was published last."""
         return published_slot(&self.memory, self.memory.open)
 
-    # ---- test doors ----------------------------------------------------------------------
+    # ---- for tests -----------------------------------------------------------------------
 
     def snapshot(self, int chunk, int wire, unsigned char[::1] out, bint offered_only=False):
-        """The engine's snapshot, as on the wire. Returns (finite, step)."""
+        """Write the engine's snapshot of a chunk, in the type on the wire, to `out`.
+
+        Returns (finite, step)."""
         cdef int64_t step = 0
         cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0], NULL, &step)
         return not bad, step
 
     def share(self, int chunk, unsigned char[::1] out):
-        """The engine's share in a mean: the model with all corrections, in their type. Returns whether it is finite."""
+        """Write the engine's contribution to a mean, a chunk in the type of sums, to `out`.
+
+        Returns whether the chunk is finite."""
         cdef int64_t step = 0
         return not memory_share(&self.memory, chunk, False, &out[0], &step)
 
     def merge(self, int chunk, int wire, double weight, const unsigned char[::1] received,
               const unsigned char[::1] sent):
-        """The engine's merge. Returns sum((received - sent)^2)."""
+        """Merge as the engine does after an exchange of snapshots. Returns sum((received - sent)^2)."""
         cdef double square
         with nogil:
             square = memory_merge(&self.memory, chunk, wire, weight, &received[0], &sent[0])
         return square
 
     def compare(self, uintptr_t lives, uintptr_t area, int chunk, int wire, double weight, unsigned char[::1] half):
-        """The engine's merge with the chunk of a peer on the host. Returns (MERGED, ..., steps here and there, square)."""
+        """Merge as the engine does with a peer's chunk in shared memory.
+
+        Returns (Compared, our step, the peer's step, squared distance)."""
         cdef Neighbour peer = [<char*>lives, <char*>area, NULL, NULL, NULL]
         cdef int64_t step = 0, peer_step = 0
         cdef double square = 0
@@ -619,19 +644,19 @@ cdef class Store:
         return int(found), step, peer_step, square
 
     def merge_half(self, int chunk, int wire, double weight, const unsigned char[::1] half):
-        """The peer's side of `compare`. Returns the square."""
+        """Merge as the peer of `compare` does. Returns the squared distance."""
         return memory_merge_half(&self.memory, chunk, wire, weight, &half[0])
 
     def merge_mean(self, int chunk, bint replace, double learners, const unsigned char[::1] sum,
                    const unsigned char[::1] share):
-        """The engine's merge of a mean. Returns the squared distance to it."""
+        """Merge as the engine does after a mean. Returns the squared distance to the mean."""
         return memory_merge_mean(&self.memory, chunk, replace, learners, &sum[0], &share[0])
 
     def lease(self, int chunk):
-        """Take the lease of a chunk, as the trainer and the engine do while they work on it."""
+        """Take the lease of a chunk, as the trainer and the engine do while they change the chunk."""
         with nogil:
             lease(&self.memory, chunk)
 
     def end_lease(self, int chunk):
-        """Give it back, in the thread that took it."""
+        """Release the lease of a chunk; must be called by the thread that took it."""
         end_lease(chunk_at(&self.memory, chunk))

@@ -1,12 +1,12 @@
 # cython: language_level=3
 # Why compiled: the engine's thread keeps these lists without the GIL.
-"""What is sent again when a connection has ended: the messages that the peer has not confirmed, in their order.
+"""Messages that are sent again, in order, after a connection has ended: those the peer has not confirmed.
 
-The receiver counts the messages that have come whole, from the first one on, over all connections, and sends the count.
-The sender keeps each message until such a count includes it. Over a new connection it sends nothing until it has the
-first count, and then all messages behind it, from their first bytes. So each message arrives once, in order.
+The receiver counts the messages that have arrived completely, over all connections, and sends the count. The
+sender keeps each message until such a count includes it. Over a new connection the sender waits for the first
+count, and then sends all messages behind it, from their first bytes. So each message arrives once, in order.
 
-wire_tcp and the simulator's network both keep this rule by these functions.
+wire_tcp and the simulator's network both use these functions.
 """
 
 from libc.stdlib cimport free, malloc
@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.unconfirmed cimport *
 
 
 cdef Post* copied_post(Posts* p, int peer, int channel, const void* buffer, int nbytes) noexcept nogil:
-    """A post with a copy of the message; NULL without memory."""
+    """Return a post with a copy of the message; NULL if memory is exhausted."""
     cdef char* copy = <char*>malloc(nbytes + 1)
     cdef Post* post = take_post(p, peer, channel, copy, nbytes) if copy != NULL else NULL
     if post == NULL:
@@ -29,7 +29,7 @@ cdef Post* copied_post(Posts* p, int peer, int channel, const void* buffer, int 
 
 
 cdef bint append(Unconfirmed* u, Post* post) noexcept nogil:
-    """Queue a message. Whether it is the next one to be sent."""
+    """Append a message to the queue. Return whether it is the next one to be sent."""
     post.queued = True
     if u.first == NULL:
         u.first = post
@@ -43,7 +43,9 @@ cdef bint append(Unconfirmed* u, Post* post) noexcept nogil:
 
 
 cdef Post* note_sent(Unconfirmed* u) noexcept nogil:
-    """The system has all of the next message, which stays until it is confirmed. The one behind it, or NULL."""
+    """Mark the message `unsent` as sent: the operating system has taken it.
+
+    Return the next one to send, or NULL."""
     cdef Post* post = u.unsent
     u.moved = 0
     u.sent += 1
@@ -54,13 +56,13 @@ cdef Post* note_sent(Unconfirmed* u) noexcept nogil:
 
 
 cdef void resume(Unconfirmed* u) noexcept nogil:
-    """There is a new connection. What is sent and not confirmed may be lost; a message that was sent in part is."""
+    """Begin a new connection: unconfirmed messages may be lost, and one that was sent in part is lost."""
     u.moved = 0
     u.resumes = u.first != u.unsent
 
 
 cdef bint take_count(Unconfirmed* u, Posts* p, uint32_t count) noexcept nogil:
-    """The peer has so many messages whole. False if it cannot have them."""
+    """Process the peer's count of messages that it has received. Return False if so many were not sent."""
     cdef Post* post
     cdef uint32_t more = (count - u.confirmed) & COUNTS
     if more > ((u.sent - u.confirmed) & COUNTS):
@@ -71,7 +73,7 @@ cdef bint take_count(Unconfirmed* u, Posts* p, uint32_t count) noexcept nogil:
         u.confirmed += 1
         more -= 1
         settle(p, post, DONE)
-    if u.resumes:                   # the others were lost with the connection before
+    if u.resumes:                   # all behind the count were lost with the last connection
         u.resumes = False
         u.sent = u.confirmed
         u.unsent = u.first
@@ -81,7 +83,7 @@ cdef bint take_count(Unconfirmed* u, Posts* p, uint32_t count) noexcept nogil:
 
 
 cdef void fail_all(Unconfirmed* u, Posts* p) noexcept nogil:
-    """The peer has failed."""
+    """End all messages to a peer that has failed with PEER_DOWN."""
     cdef Post* post
     while u.first != NULL:
         post = u.first
@@ -91,7 +93,7 @@ cdef void fail_all(Unconfirmed* u, Posts* p) noexcept nogil:
 
 
 cdef void let_go(Posts* p, Post* post) noexcept nogil:
-    """Its transfer is over: a message that is not confirmed is the wire's from now on."""
+    """Free the post of a transfer that is over, at once or when the peer has confirmed the message."""
     if post.queued:
         post.released = True
     else:
@@ -99,7 +101,7 @@ cdef void let_go(Posts* p, Post* post) noexcept nogil:
 
 
 cdef bint own(Post* post) noexcept nogil:
-    """Copy a message, so that its buffer is free. False without memory."""
+    """Copy an unconfirmed message, so that the engine may reuse its buffer. False if memory is exhausted."""
     cdef char* copy
     if not post.queued or post.owned:
         return True

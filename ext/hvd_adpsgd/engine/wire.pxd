@@ -1,12 +1,12 @@
-# What the engine is handed: a wire that moves bytes between super learners, and a clock.
+# Interfaces that an engine is created with: a wire that moves bytes between super learners, and a clock.
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.doorbell cimport Doorbell, ring
 
 cdef enum:
-    NOBODY = -1             # as the peer of a receive: from anybody
+    NOBODY = -1             # no rank; as the peer of a receive: from any peer
     CONTROL = 1             # channel of control messages
-    AGREEMENT = 2           # ... of agreements
+    AGREEMENT = 2           # channel of messages of the agreement
     DATA = 3                # first channel of chunks
     DATA_CHANNELS = 16384
     SUMS = DATA + DATA_CHANNELS     # first channel of sums
@@ -18,40 +18,42 @@ cdef enum Status:           # of a transfer
     TOO_LONG = 3            # the message was longer than the buffer
     WIRE_DOWN = 4           # the wire cannot be used any more
 
-cdef struct Transfer:       # one send or receive; the wire's, which must not move, from its post until `in_use` is False
+cdef struct Transfer:       # one send or receive; must not move in memory from its post until not `in_use`
     Status status           # as of the last `test_once`
     bint in_use             # the wire may use the buffer
     bint receives
     bint cancelled
-    int peer                # of the transfer, also when it fails; of a completed receive from anybody the sender
-    int nbytes              # of a completed receive
-    int code                # of a failed one: the library's
-    uint64_t handle         # the wire's own
+    int peer                # the other side; of a receive from any peer, once it is complete, the sender
+    int nbytes              # of a completed receive: bytes received
+    int code                # of a failed transfer: error code of the wire's library
+    uint64_t handle         # data of the wire
 
-# Called from one thread, never blocks. Messages of one (sender, receiver, channel) arrive in order and exactly
-# once, or the receiver's transfers end with PEER_DOWN. Several channels keep no order among each other.
+# A wire is called from one thread and never blocks. Messages of one (sender, receiver, channel) arrive in
+# order and exactly once, or the receiver's transfers end with PEER_DOWN. Messages of different channels may
+# pass each other.
 cdef struct Wire:
     void* own
     int rank
     int size
-    Doorbell** doorbells    # by peer: rung when something was sent to it; NULL: it has none. NULL: no peer has
-    # Post a transfer. PENDING, or why it could not be posted (then it is not in use).
+    Doorbell** doorbells    # by peer: rung when something was sent to the peer; NULL: none
+    # Post a transfer. Return PENDING, or why it could not be posted (then it is not in use).
     Status (*send)(Wire*, Transfer*, const void* buffer, int nbytes, int peer, int channel) noexcept nogil
     Status (*receive)(Wire*, Transfer*, void* buffer, int nbytes, int peer, int channel) noexcept nogil
-    # Is it complete? Called through `test_once`, which asks no more after any answer but PENDING.
+    # Return the status of a transfer. Called through `test_once`, and not again once this is not PENDING.
     Status (*test)(Wire*, Transfer*) noexcept nogil
-    # Give up a transfer, of a failed peer or at the end. True: the wire no longer uses its buffer.
+    # Give up a transfer, with a failed peer or when the engine ends. True: the wire no longer uses its
+    # buffer.
     bint (*release)(Wire*, Transfer*) noexcept nogil
-    # A peer that has failed and was not reported before; NOBODY if there is none. `look`: search thoroughly.
+    # Return a peer that has failed and was not reported before; NOBODY if none. `look`: search thoroughly.
     int (*next_failed)(Wire*, bint look) noexcept nogil
-    # Move bytes: called once per turn, before all else. NULL: the wire moves them by itself, or in `test`.
+    # Move bytes; called first in each turn. NULL: the wire moves bytes by itself, or in `test`.
     void (*progress)(Wire*) noexcept nogil
-    # Others have news of this peer: it lives. NULL: the wire needs none.
+    # Note that a peer lives, as other peers have newer reports of it. NULL: the wire does not need this.
     void (*lives)(Wire*, int peer) noexcept nogil
-    bint fenced             # set by the wire: the peer `fenced_by` has taken this engine for failed
+    bint fenced             # set by the wire: peer `fenced_by` has taken this engine for failed
     int fenced_by
-    # The sum of `count` numbers over all engines, by the wire's library; all post theirs in the same order. NULL: it has
-    # none. Nobody may fail meanwhile.
+    # Begin a sum of `count` numbers over all engines by the wire's library; all engines post their sums in
+    # the same order, and none may fail meanwhile. NULL: the library has no sum.
     Status (*sum)(Wire*, Transfer*, const void* mine, void* total, int count, bint double_precision) noexcept nogil
 
 cdef inline Status send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer, int channel) noexcept nogil:

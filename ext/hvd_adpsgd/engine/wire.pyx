@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: the engine's thread calls a wire and a clock through C function pointers, without the GIL.
-"""The Python objects that carry a wire's and a clock's functions to the engine, and the system's clock."""
+"""Python classes that hold the C functions of a wire and of a clock for the engine; the system's clock."""
 
 from libc.stdlib cimport free
 
@@ -17,24 +17,24 @@ cdef extern from "<time.h>" nogil:
 
 
 cdef class AnyWire:
-    """Moves bytes between super learners; a subclass fills `calls`."""
+    """A wire, which moves bytes between super learners; a subclass sets the functions in `calls`."""
 
     def __dealloc__(self):
         free(self.calls.doorbells)
 
     @property
     def rank(self):
-        """Of this engine among the engines that the wire connects."""
+        """The rank of this engine among the engines that the wire connects."""
         return self.calls.rank
 
     @property
     def size(self):
-        """Engines that the wire connects."""
+        """How many engines the wire connects, this one included."""
         return self.calls.size
 
 
 cdef class AnyClock:
-    """Tells the time, in seconds; a subclass fills `calls`."""
+    """A clock, in seconds; a subclass sets the functions in `calls`."""
 
     def now(self):
         return self.calls.now(&self.calls)

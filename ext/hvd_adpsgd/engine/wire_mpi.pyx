@@ -2,10 +2,10 @@
 # Why compiled: the engine's thread calls MPI through these functions without the GIL.
 """The wire over an MPI communicator whose errors are returned (MPI_ERRORS_RETURN).
 
-A channel is a tag. The wires of one communicator have ranges of tags of their own, so that a wire needs no
-communicator, which could not be made any more once somebody has failed. Peers fail as ULFM reports it: by the
-return code of a transfer, and, asked once per second, by the communicator's failed group, because waiting for an
-answer alone may raise no error.
+A channel is a tag. Each wire over a communicator has a range of tags of its own, so that a new wire needs no
+new communicator, which could not be made any more once a rank has failed. The wire finds failed peers as ULFM
+reports them: by the return code of a transfer, and, once per second, by the communicator's group of failed
+ranks, because a transfer that only waits may return no error.
 """
 
 from libc.stdint cimport uintptr_t
@@ -55,17 +55,17 @@ cdef struct Arrival:
 cdef struct Links:
     mpi.MPI_Comm comm
     int size
-    char* failed            # by rank: MPI has reported it
-    char* told              # ... and so have we
-    int base                # first tag
-    bint news               # somebody may have failed who was not asked for
+    char* failed            # by rank: MPI has reported the rank as failed
+    char* told              # by rank: mpi_next_failed has returned the rank
+    int base                # first tag of this wire
+    bint news               # a transfer has failed: ask MPI for its failed ranks
 
 
 # ---- MPI's calls ---------------------------------------------------------------------------
 
 cdef int post_receive(Links* links, void* buffer, int nbytes, int source, int tag,
                       mpi.MPI_Request* request) noexcept nogil:
-    request[0] = mpi.MPI_REQUEST_NULL       # stays so if MPI_Irecv fails
+    request[0] = mpi.MPI_REQUEST_NULL       # remains the value if MPI_Irecv fails
     if source < 0:
         source = mpi.MPI_ANY_SOURCE
     return mpi.MPI_Irecv(buffer, nbytes, mpi.MPI_BYTE, source, tag, links.comm, request)
@@ -78,7 +78,7 @@ cdef int post_send(Links* links, const void* buffer, int nbytes, int peer, int t
 
 
 cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept nogil:
-    """Test a request once. A failed request counts as done; its code is returned."""
+    """Test a request once, and return MPI's code. A failed request counts as done."""
     cdef mpi.MPI_Status status
     cdef int flag = 0
     cdef int code = mpi.MPI_Test(request, &flag, &status)
@@ -94,18 +94,18 @@ cdef int test(mpi.MPI_Request* request, bint* done, Arrival* arrival) noexcept n
 
 
 cdef bint let_go(mpi.MPI_Request* request) noexcept nogil:
-    """Whether MPI is done with a request, successfully or not, and with its buffer."""
+    """Return whether MPI no longer uses a request and its buffer, whether the request succeeded or not."""
     cdef bint done = True
     if request[0] == mpi.MPI_REQUEST_NULL:
         return True
     test(request, &done, NULL)
-    if done and request[0] != mpi.MPI_REQUEST_NULL:     # Open MPI keeps a failed one
+    if done and request[0] != mpi.MPI_REQUEST_NULL:     # Open MPI keeps a failed request
         mpi.MPI_Request_free(request)
     return done
 
 
 cdef Failure classify(int code) noexcept nogil:
-    """What an MPI return code means for the exchange it came from."""
+    """Return the kind of failure that an MPI return code stands for."""
     cdef int cls = 0
     if code == mpi.MPI_SUCCESS:
         return FAILURE_NONE
@@ -117,7 +117,7 @@ cdef Failure classify(int code) noexcept nogil:
 
 
 cdef int acknowledge_failures(Links* links, char* failed) noexcept nogil:
-    """Acknowledge every failure MPI knows of; set failed[r] = 1 for each failed rank r."""
+    """Acknowledge every failure that MPI knows of; set failed[r] = 1 for each failed rank r."""
     cdef mpi.MPI_Group group, everyone
     cdef int count = 0, i, one, rank
     cdef int code = adpsgd_acknowledge(links.comm, &group)
@@ -188,8 +188,8 @@ cdef Status mpi_test(Wire* wire, Transfer* t) noexcept nogil:
             t.nbytes = arrival.nbytes
         return DONE
     status = status_of(wire, t, code)
-    t.in_use = request_of(t)[0] != mpi.MPI_REQUEST_NULL     # Open MPI keeps a failed one
-    if status == PENDING and not t.in_use:                  # a wildcard receive that MPI has given back
+    t.in_use = request_of(t)[0] != mpi.MPI_REQUEST_NULL     # Open MPI keeps a failed request
+    if status == PENDING and not t.in_use:                  # a wildcard receive that MPI has ended
         return PEER_DOWN
     return status
 
@@ -213,7 +213,7 @@ cdef int mpi_next_failed(Wire* wire, bint look) noexcept nogil:
     for peer in range(wire.size):
         if links.failed[peer] and not links.told[peer]:
             links.told[peer] = True
-            links.news = True               # there may be more
+            links.news = True               # other ranks may have failed, too
             return peer
     links.news = False
     return NOBODY
@@ -231,12 +231,12 @@ cdef Status mpi_sum(Wire* wire, Transfer* t, const void* mine, void* total, int 
 
 
 cdef class MpiWire(AnyWire):
-    """The wire over a communicator, which stays the caller's and must live as long.
+    """The wire of an engine over an MPI communicator, which the caller owns and keeps alive.
 
     Args:
-        comm: mpi4py's.
-        address: of its handle.
-        number: of this wire among those over the communicator, the same on all ranks.
+        comm: mpi4py's communicator.
+        address: address of the communicator's handle.
+        number: number of this wire among the wires over the communicator, the same on all ranks.
     """
 
     CHANNELS = 1 << 19          # tags of one wire
@@ -251,11 +251,11 @@ cdef class MpiWire(AnyWire):
         if code == mpi.MPI_SUCCESS:
             code = mpi.MPI_Comm_size(self.links.comm, &self.links.size)
         if code != mpi.MPI_SUCCESS:
-            raise RuntimeError(f"MPI code {code} on opening the engine's communicator")
+            raise RuntimeError(f"MPI error {code} when the averaging engine's communicator was opened")
         self.comm = comm
         self.links.failed = <char*>calloc(2 * self.links.size, 1)
         if self.links.failed == NULL:
-            raise MemoryError("wire")
+            raise MemoryError("no memory for the averaging engine's wire")
         self.links.told = self.links.failed + self.links.size
         self.links.news = False
         self.links.base = number << 19

@@ -5,45 +5,45 @@ from hvd_adpsgd.engine.matching cimport Post, Posts, Stray
 from hvd_adpsgd.engine.unconfirmed cimport Unconfirmed
 from hvd_adpsgd.engine.wire cimport AnyWire, Clock, Wire
 
-cdef struct Head:           # before each message on a connection
+cdef struct Head:           # 8 bytes before each message on a connection: its length and its channel
     int32_t nbytes
-    int32_t channel         # of the message; or a word without one: REST, CLOSE, COUNT, ...
+    int32_t channel         # of the message; negative: no message but a notice (REST, CLOSE, COUNT, ...)
 
-cdef struct News:           # from the connections' thread
+cdef struct News:           # a record from the thread that opens connections
     int32_t kind
     int32_t peer
     int32_t fd
 
-cdef struct Link:           # a connection; messages travel from the side that dialed
-    int fd                  # -1: being dialed
+cdef struct Link:           # a connection, on which messages travel from the side that dialed to the other
+    int fd                  # -1: the connection is being dialed
     int peer
-    bint incoming
-    bint rested             # its sender ended it, and dials again when it has something to send
-    bint blocked            # epoll tells when the socket takes more
+    bint incoming           # the peer dialed
+    bint rested             # the sender closed it while idle, and dials again for its next message
+    bint blocked            # epoll reports when the socket accepts more bytes
     double used             # when a message was last sent
-    double since            # of one being dialed: the peer has answered nothing since then
-    double owed_since       # when its host was first seen to owe an acknowledgement that has not come; 0: owes none
-    Head head               # of the incoming message under way
-    int64_t moved           # bytes of it, with its head
-    Post* into              # where an incoming message goes; neither this nor `stray`: nowhere
-    Stray* stray
-    Link* before            # among all links, or among those to be freed
-    Link* after
+    double since            # while being dialed: since when the peer has answered nothing
+    double owed_since       # since when the peer's host has owed an acknowledgement; 0: it owes none
+    Head head               # of the message that is being received
+    int64_t moved           # bytes received of this message and its head
+    Post* into              # receive for this message; if this and `stray` are NULL, its bytes are dropped
+    Stray* stray            # stray for this message
+    Link* before            # the previous one in the list of all links
+    Link* after             # the next one in that list, or in the list of links to be freed
 
 cdef struct Neighbour:      # a peer
-    Link* out
-    Link* inn
-    Unconfirmed outgoing    # messages to it
-    uint32_t received       # messages of the peer that have come whole, so far
-    int64_t owed            # bytes of those that are not confirmed to it
-    double heard            # when something came from it, or of it
+    Link* out               # connection for messages to the peer; NULL: none
+    Link* inn               # connection for messages from the peer; NULL: none
+    Unconfirmed outgoing    # messages to the peer
+    uint32_t received       # how many messages of the peer were received completely so far
+    int64_t owed            # bytes of received messages that are not confirmed to the peer
+    double heard            # when bytes last came from the peer, or a newer report about it from others
     bint failed
-    bint closed             # it said CLOSE, or refused with no connection broken before: it may have left
-    bint refused            # its host refuses: its process has ended
-    bint broken             # a connection ended without a word, and none was opened since
-    bint listed             # among those that are ending, or whose failure was not reported
-    double ended            # when its first connection ended for good; 0: none has
-    int next_listed
+    bint closed             # the peer sent CLOSE, or refused while no connection was broken: it may have left
+    bint refused            # the peer's host refuses connections: its process has ended
+    bint broken             # a connection ended without CLOSE or REST, and none was opened since
+    bint listed             # in the list of peers that are ending, or whose failure is not yet reported
+    double ended            # when the first of its connections ended for good; 0: none has
+    int next_listed         # the next peer in that list
 
 cdef struct Sockets:
     Wire* wire
@@ -51,24 +51,24 @@ cdef struct Sockets:
     int rank
     int size
     int epoll
-    int news                # pipes from the connections' thread, and to it
-    int dials
-    News coming             # a record that has come in part
-    int come
-    Neighbour* peers
-    int listed              # first Neighbour in that list
+    int news                # pipe with News from the thread that opens connections
+    int dials               # pipe to that thread, with the ranks to dial
+    News coming             # a record that was read in part
+    int come                # bytes of it that were read
+    Neighbour* peers        # by rank
+    int listed              # first peer in the list through `next_listed`
     Posts posts
-    Link* links
-    Link* dead
-    int nout                # connections that were dialed
-    int most                # ... at most, but for those in use
-    double idle_s           # connections that carried nothing for so long are closed
-    double failure_s        # a peer of which nothing is heard for so long has failed
-    double looked           # when connections were last searched for such
-    int64_t dialed
-    int64_t accepted
-    bint crowded            # there were too many connections, and one is idle
-    bint over
+    Link* links             # list of all links
+    Link* dead              # list of links to be freed
+    int nout                # connections that this side dialed
+    int most                # limit of `nout`; connections in use may exceed it
+    double idle_s           # a connection that has carried no message for so long is closed
+    double failure_s        # a peer whose host has owed an answer for so long has failed
+    double looked           # when connections were last searched for idle ones and silent hosts
+    int64_t dialed          # connections dialed so far
+    int64_t accepted        # connections accepted so far
+    bint crowded            # `nout` exceeds `most`, and a connection has become idle
+    bint over               # the wire is closed
 
 cdef class TcpWire(AnyWire):
     cdef Sockets sockets

@@ -2,32 +2,33 @@
 # Why compiled: the engine's thread moves bytes through these functions without the GIL.
 """The wire over TCP connections, without MPI.
 
-Messages from one engine to another travel on a connection that the sender has dialed, when it had something to say
-first: each pair has none, one or two connections, and none is opened by both sides at once. A message is its length
-and channel, 8 bytes, and its bytes, which go straight from the sender's buffer into the one of the receive that waits
-for it (matching.pyx). Nothing blocks: `progress` asks epoll what has come, and what is free again.
+Messages from one engine to another travel on a connection that the sender dialed when it had its first
+message: each pair of engines has none, one or two connections, and no connection is dialed from both sides at
+once. A message is its length and channel, 8 bytes, and its bytes, which are copied directly from the sender's
+buffer into that of the matching receive (matching.pyx). Nothing blocks: `progress` asks epoll which sockets
+have bytes to read, and which accept bytes again.
 
-Connections are opened, and their ends proven to be members of the job, by a thread beside this one (connections.py);
-it hands them over through a pipe, and another pipe names the peers to dial.
+Another thread (connections.py) opens connections and checks that their other ends are members of the job; it
+passes them to this wire through a pipe. A second pipe passes it the ranks to dial.
 
-A connection that ends is not a peer that fails: its sender dials again. The receiver counts the messages that have
-come whole, and confirms the count (COUNT); the sender repeats what is not confirmed over the next connection, after
-the count for which it asks (unconfirmed.pyx). So each message arrives once, in order:
+The end of a connection is not the failure of a peer: the sender dials again. The receiver counts the messages
+that it has received completely, and sends the count (COUNT). Over the next connection the sender asks for the
+count, and sends the messages behind it again (unconfirmed.pyx). So each message arrives once, in order:
 
     sender                              receiver
-    messages 1, 2, 3  ------------->    1, 2 come whole; the connection ends
+    messages 1, 2, 3  ------------->    1, 2 arrive completely; the connection ends
     dials, ASK_COUNT  ------------->
                       <-------------    COUNT 2
     message 3         ------------->
 
-A large message is sent from its buffer, and complete when it is confirmed. A small one is copied, and complete when
-the system has it.
+A large message is sent from the engine's buffer, and its send is complete when it is confirmed. A small
+message is copied, and its send is complete when the operating system has taken it.
 
-A peer has failed when its host refuses a connection (its process has ended), or when nothing was heard of it for
-`failure_s` while its host owed an answer: no acknowledgement, no connection, and no news of it by others (`lives`).
-A stopped process is not failed: its host answers for it. An engine that leaves says CLOSE on each connection; its
-peers wait a second for the news of its departure before they take it for failed. A peer that was taken for failed
-and dials again is told so (OUT).
+A peer has failed when its host refuses a connection (its process has ended), or when its host owed an answer
+for `failure_s` and none came: no acknowledgement, no connection, and no newer report from other engines
+(`lives`). A stopped process has not failed: its host acknowledges for it. An engine that leaves sends CLOSE
+on each connection; its peers wait SECOND_S for its BYE, or NEWS of it, before they take it for failed. A peer
+that was taken for failed and dials again is sent OUT.
 """
 
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
@@ -80,23 +81,23 @@ cdef extern from "<netinet/in.h>" nogil:
     enum: IPPROTO_TCP
 
 cdef enum:
-    REST = -1               # channels of heads: the sender closes this connection, and dials again when it needs one
-    CLOSE = -2              # ... the sender's engine ends
-    COUNT = -3              # ... of the receiver: so many messages have come whole (in place of `nbytes`)
-    ASK_COUNT = -4          # ... of the sender: it needs COUNT now
-    OUT = -5                # ... of the receiver: it has taken the sender for failed
-    NEWS_DIALED = 1         # kinds of News
-    NEWS_ACCEPTED = 2
-    NEWS_REFUSED = 3
-    NEWS_LIVES = 4
-    EVENTS = 64             # of one epoll_wait
-    PIECES = 16             # of one sendmsg
-    WASTE = 65536           # bytes of a message that nobody receives, read at once
-    TURN_NBYTES = 1 << 18   # read from one connection per turn, at most
-    SMALL = 4096            # bytes: shorter messages are copied; so many are confirmed at once
+    REST = -1               # Head.channel of a notice: the sender closes this connection, which is idle
+    CLOSE = -2              # the engine that sends this ends
+    COUNT = -3              # from the receiver: it has received Head.nbytes messages completely
+    ASK_COUNT = -4          # from the sender: it needs a COUNT now
+    OUT = -5                # from the receiver: it has taken the sender for failed
+    NEWS_DIALED = 1         # News.kind: a connection that this side dialed is open
+    NEWS_ACCEPTED = 2       # a connection that the peer dialed is open
+    NEWS_REFUSED = 3        # the peer's host has refused the connection
+    NEWS_LIVES = 4          # the peer's host has answered
+    EVENTS = 64             # events of one epoll_wait
+    PIECES = 16             # pieces of one sendmsg
+    WASTE = 65536           # bytes of a dropped message that one recv reads
+    TURN_NBYTES = 1 << 18   # bytes read from one connection per turn, at most
+    SMALL = 4096            # bytes: shorter messages are copied; when so many are unconfirmed, COUNT is sent
 
-cdef double SECOND_S = 1.0  # that the news of a peer's departure may take longer than the end of its connections
-cdef double LOOK_S = 1.0    # between searches for silent hosts and idle connections
+cdef double SECOND_S = 1.0  # longest time from the end of a leaving peer's connections to its BYE or NEWS
+cdef double LOOK_S = 1.0    # period of searches for silent hosts and idle connections
 
 
 cdef inline double time_of(Sockets* s) noexcept nogil:
@@ -106,7 +107,7 @@ cdef inline double time_of(Sockets* s) noexcept nogil:
 # ---- links ---------------------------------------------------------------------------------
 
 cdef Link* open_link(Sockets* s, int peer, bint incoming, int fd) noexcept nogil:
-    """A link among all links; NULL without memory."""
+    """Add a link to the list of all links, and return it; NULL if memory is exhausted."""
     cdef Link* link = <Link*>calloc(1, sizeof(Link))
     if link == NULL:
         return NULL
@@ -123,7 +124,7 @@ cdef Link* open_link(Sockets* s, int peer, bint incoming, int fd) noexcept nogil
 
 
 cdef bint watch(Sockets* s, Link* link, int op) noexcept nogil:
-    """Let epoll tell of what comes, and if blocked of room to send."""
+    """Let epoll report bytes to read, and, if the link is blocked, room to send."""
     cdef epoll_event event
     event.events = EPOLLIN | EPOLLRDHUP | (EPOLLOUT if link.blocked else 0)
     event.data.ptr = link
@@ -131,7 +132,7 @@ cdef bint watch(Sockets* s, Link* link, int op) noexcept nogil:
 
 
 cdef void await_room(Sockets* s, Link* link, bint wanted) noexcept nogil:
-    """Let epoll tell when the socket takes more, or no longer."""
+    """Let epoll report when the socket accepts more bytes, or stop that report."""
     if link.fd < 0 or link.blocked == wanted:
         return
     link.blocked = wanted
@@ -140,12 +141,13 @@ cdef void await_room(Sockets* s, Link* link, bint wanted) noexcept nogil:
 
 
 cdef void close_link(Sockets* s, Link* link) noexcept nogil:
-    """Close the connection; a message that came in part will come again. The link is freed at the end of the turn: epoll
-    may have named it."""
+    """Close a connection; a message that was received in part will be sent again.
+
+    The link is freed at the end of the turn, because an event of epoll may still point to it."""
     cdef int fd
     if link.fd >= 0:
         epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may hold the connection open
-        fd, link.fd = link.fd, -1       # first: a child forked in between would close another file of that number
+        fd, link.fd = link.fd, -1       # before close(): a forked child must not close a reused number
         close(fd)
     link.fd = -1
     if link.into != NULL:
@@ -175,7 +177,7 @@ cdef void bury(Sockets* s) noexcept nogil:
 
 
 cdef void detach(Sockets* s, Link* link) noexcept nogil:
-    """The peer has this connection no more."""
+    """Remove a connection from its peer, and close it."""
     cdef Neighbour* p = &s.peers[link.peer]
     if p.out == link:
         p.out = NULL
@@ -185,7 +187,10 @@ cdef void detach(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef void end_link(Sockets* s, Link* link) noexcept nogil:
-    """The connection has ended: as its sender said before, with its peer, or alone: then a dial shows whether the peer lives."""
+    """Process the end of a connection.
+
+    After REST nothing follows. If the peer leaves or its host refused, the peer is listed as ending. Else the
+    peer is dialed, which shows whether it lives."""
     cdef Neighbour* p = &s.peers[link.peer]
     cdef bint rested = link.rested, dialed = p.out == NULL or p.out == link
     cdef int peer = link.peer
@@ -196,7 +201,7 @@ cdef void end_link(Sockets* s, Link* link) noexcept nogil:
     if not p.closed and not p.refused:
         p.broken = True
         if link_to(s, peer) != NULL and dialed and since > 0:
-            p.out.since = since     # silent since then, not since now
+            p.out.since = since     # the peer has been silent since then
     elif p.ended == 0:
         p.ended = time_of(s)
         list_peer(s, peer)
@@ -213,7 +218,7 @@ cdef void list_peer(Sockets* s, int peer) noexcept nogil:
 
 
 cdef void fail_peer(Sockets* s, int peer) noexcept nogil:
-    """Nothing comes from this peer any more, and nothing reaches it."""
+    """Mark a peer as failed: close its connections, and end all transfers with it."""
     cdef Neighbour* p = &s.peers[peer]
     p.failed = True
     list_peer(s, peer)
@@ -226,10 +231,12 @@ cdef void fail_peer(Sockets* s, int peer) noexcept nogil:
 
 
 cdef void fail_ended(Sockets* s) noexcept nogil:
-    """Peers that leave, or whose hosts refuse: failed when all of their connections have ended, or SECOND_S later."""
+    """Mark listed peers, which leave or whose hosts refuse, as failed once their connections have ended.
+
+    At the latest SECOND_S after the first of them has ended."""
     cdef int peer = s.listed
     cdef Neighbour* p
-    take_news(s)            # a connection that the peer has opened before it ended
+    take_news(s)            # the peer may have opened a connection before it ended
     while peer != NOBODY:
         p = &s.peers[peer]
         if not p.failed and ((p.inn == NULL and (p.out == NULL or p.out.fd < 0)) or time_of(s) > p.ended + SECOND_S):
@@ -261,8 +268,9 @@ cdef int tcp_next_failed(Wire* wire, bint look) noexcept nogil:
 cdef bint is_silent(Sockets* s, Link* link, double t) noexcept nogil:
     """Whether the peer's host has owed an acknowledgement for `failure_s`, and sent none in that time.
 
-    Two looks: what was owed at the first one would be acknowledged long before the second. What is owed at one look, be it
-    a probe of a full window or a message after a long rest, may have been sent just before."""
+    Needs two looks: bytes sent before the first look would be acknowledged long before the second. At a
+    single look the host may owe the acknowledgement of bytes that were sent just before, such as a probe of a
+    full window or a message after a long pause."""
     cdef tcp_info info
     cdef socklen_t nbytes = sizeof(info)
     memset(&info, 0, sizeof(info))
@@ -276,7 +284,7 @@ cdef bint is_silent(Sockets* s, Link* link, double t) noexcept nogil:
 
 
 cdef void look_around(Sockets* s) noexcept nogil:
-    """Search for silent hosts and for connections to close; dial again, confirm again."""
+    """Every LOOK_S: search all connections for silent hosts and idle ones; repeat dials and counts."""
     cdef double t = time_of(s)
     cdef Link* link = s.links
     cdef Link* following
@@ -286,19 +294,19 @@ cdef void look_around(Sockets* s) noexcept nogil:
     while link != NULL:
         following = link.after
         if look_at(s, link, t):
-            following = s.links         # other links have ended, or are new
+            following = s.links         # links were added or removed: begin again
         link = following
     bury(s)
 
 
 cdef bint look_at(Sockets* s, Link* link, double t) noexcept nogil:
-    """Whether links other than this one may have changed."""
+    """Do the work of look_around for one link. Return whether other links may have been added or removed."""
     cdef Neighbour* p = &s.peers[link.peer]
     if link.fd < 0:
         if t > max(p.heard, link.since) + s.failure_s:
             fail_peer(s, link.peer)
             return True
-        dial(s, link)                   # an answer may be lost
+        dial(s, link)                   # again: the order or its answer may be lost
     elif is_silent(s, link, t):
         end_link(s, link)
         return True
@@ -318,19 +326,19 @@ cdef void tcp_lives(Wire* wire, int peer) noexcept nogil:
 # ---- sending -------------------------------------------------------------------------------
 
 cdef bint is_idle(Sockets* s, Link* link) noexcept nogil:
-    """Whether all that was sent is confirmed: then the other end may drop this connection without a look."""
+    """Whether a connection is open and all messages are confirmed, so that it can be closed without loss."""
     return link.fd >= 0 and s.peers[link.peer].outgoing.first == NULL
 
 
 cdef void rest(Sockets* s, Link* link) noexcept nogil:
-    """Close an outgoing connection that is idle; the next message opens another one."""
+    """Close an outgoing connection if it is idle; the next message dials another one."""
     if is_idle(s, link) and say(link, REST, 0):
         link.rested = True
         end_link(s, link)
 
 
 cdef bint say(Link* link, int channel, int number) noexcept nogil:
-    """Send a head alone, at once or not at all."""
+    """Send a notice: a head without a message. Return whether the socket has taken all of it."""
     cdef Head head = [number, channel]
     cdef iovec piece = [&head, sizeof(Head)]
     cdef msghdr message
@@ -340,12 +348,14 @@ cdef bint say(Link* link, int channel, int number) noexcept nogil:
     message.msg_iovlen = 1
     n = sendmsg(link.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
     if 0 < n < <ssize_t>sizeof(Head):
-        shutdown(link.fd, SHUT_RDWR)        # what follows could not be read
+        shutdown(link.fd, SHUT_RDWR)        # the receiver could not parse what follows a part of a head
     return n == sizeof(Head)
 
 
 cdef void make_room(Sockets* s) noexcept nogil:
-    """If there are too many connections: close the one that was used least recently, once all that it carried is confirmed."""
+    """If more than `most` connections are dialed, close the least recently used one.
+
+    If its messages are not confirmed, ask for a COUNT first: it is closed later."""
     cdef Link* link = s.links
     cdef Link* oldest = NULL
     if s.nout <= s.most:
@@ -362,13 +372,15 @@ cdef void make_room(Sockets* s) noexcept nogil:
 
 
 cdef void dial(Sockets* s, Link* link) noexcept nogil:
-    """Ask for this connection; again if it is not there at the next look: the other thread knows what it dials."""
+    """Ask the thread of connections to dial a peer.
+
+    Repeating this is harmless: that thread knows what it dials."""
     cdef int32_t called = link.peer
     write(s.dials, &called, sizeof(called))
 
 
 cdef Link* link_to(Sockets* s, int peer) noexcept nogil:
-    """The connection to a peer, which may have to be dialed; NULL without memory, or at the end."""
+    """Return the connection to a peer, and dial it if there is none. NULL without memory, or at the end."""
     cdef Neighbour* p = &s.peers[peer]
     if p.out == NULL and not s.over:
         p.out = open_link(s, peer, False, -1)
@@ -407,7 +419,9 @@ cdef Status tcp_send(Wire* wire, Transfer* t, const void* buffer, int nbytes, in
 
 
 cdef int pieces_of(Unconfirmed* u, Head* heads, iovec* pieces) noexcept nogil:
-    """What is left of the first messages that are not sent, with their heads."""
+    """Collect the unsent bytes of the first unsent messages, with their heads.
+
+    Return the number of pieces."""
     cdef Post* post = u.unsent
     cdef int n = 0, i = 0
     cdef int64_t skip = u.moved, nbytes = -skip
@@ -427,7 +441,7 @@ cdef int pieces_of(Unconfirmed* u, Head* heads, iovec* pieces) noexcept nogil:
 
 
 cdef void count_sent(Unconfirmed* u, int64_t nbytes) noexcept nogil:
-    """The system has so many bytes more."""
+    """Note that the operating system has taken `nbytes` more bytes of the unsent messages."""
     cdef Post* post = u.unsent
     cdef int64_t left
     while post != NULL:
@@ -440,12 +454,14 @@ cdef void count_sent(Unconfirmed* u, int64_t nbytes) noexcept nogil:
 
 
 cdef bint is_passing(int error) noexcept nogil:
-    """Whether the same call may succeed soon: the socket, or the system, has no room."""
+    """Whether the same call may succeed soon: the socket or the operating system has no room now."""
     return error == EAGAIN or error == EINTR or error == ENOBUFS or error == ENOMEM
 
 
 cdef void send_queue(Sockets* s, Link* link) noexcept nogil:
-    """Send what the socket takes, a part of it in this turn: what is sent in large parts has left the caches."""
+    """Send unsent messages as far as the socket accepts them, at most about TURN_NBYTES in a turn.
+
+    In larger parts the bytes would have left the caches before they are sent."""
     cdef Neighbour* p = &s.peers[link.peer]
     cdef Head heads[PIECES]
     cdef iovec pieces[PIECES]
@@ -460,7 +476,7 @@ cdef void send_queue(Sockets* s, Link* link) noexcept nogil:
     if n >= 0:
         count_sent(&p.outgoing, n)
     elif not is_passing(errno):
-        read_link(s, link)          # what the peer said before it ended
+        read_link(s, link)          # read notices that the peer sent before it ended
         if link.fd >= 0:
             end_link(s, link)
         return
@@ -468,7 +484,7 @@ cdef void send_queue(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef bint obey_count(Sockets* s, Link* link, uint32_t count) noexcept nogil:
-    """The peer has so many messages whole. False if it cannot have them."""
+    """Process COUNT of a peer: it has received so many messages. Return False if so many were not sent."""
     cdef Unconfirmed* u = &s.peers[link.peer].outgoing
     cdef bint resumed = u.resumes
     if not take_count(u, &s.posts, count):
@@ -501,7 +517,7 @@ cdef Status tcp_receive(Wire* wire, Transfer* t, void* buffer, int nbytes, int p
 
 
 cdef bint begin_message(Sockets* s, Link* link) noexcept nogil:
-    """A head has come: where do its bytes go? False if it is none that a peer sends."""
+    """Process a received head: choose where the bytes of its message go. False: no peer sends such a head."""
     cdef Head* head = &link.head
     if head.nbytes < 0:
         return False
@@ -520,10 +536,10 @@ cdef bint begin_message(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef bint obey(Sockets* s, Link* link, Head* head) noexcept nogil:
-    """A head without a message. False if no peer sends it, or if the connection is over."""
+    """Process a notice. Return False if no peer sends such a notice, or if the connection is over."""
     cdef Neighbour* p = &s.peers[link.peer]
     cdef int number = head.nbytes
-    head.nbytes = 0                 # nothing follows
+    head.nbytes = 0                 # no bytes follow a notice
     if head.channel == COUNT and not link.incoming:
         return obey_count(s, link, number)
     if number != 0:
@@ -560,7 +576,7 @@ cdef void end_message(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef void confirm(Sockets* s, Link* link) noexcept nogil:
-    """Say how many messages have come whole, at once or when there is room."""
+    """Send COUNT, at once or when the socket has room."""
     cdef Neighbour* p = &s.peers[link.peer]
     cdef bint said = say(link, COUNT, p.received)
     if said:
@@ -569,7 +585,7 @@ cdef void confirm(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef ssize_t read_some(Link* link, size_t* wanted) noexcept nogil:
-    """Read the rest of the head, or of the message."""
+    """Read bytes of the head, or of the message: `wanted` is set to what is missing."""
     cdef char waste[WASTE]
     cdef int64_t at = link.moved - <int64_t>sizeof(Head)
     if at < 0:
@@ -585,7 +601,7 @@ cdef ssize_t read_some(Link* link, size_t* wanted) noexcept nogil:
 
 
 cdef void read_link(Sockets* s, Link* link) noexcept nogil:
-    """Read what has come, to the end of the connection if it has ended."""
+    """Read received bytes, at most TURN_NBYTES, and process the end of the connection."""
     cdef Neighbour* p = &s.peers[link.peer]
     if p.failed:
         turn_away(s, link)
@@ -598,7 +614,7 @@ cdef void read_link(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef bint read_messages(Sockets* s, Link* link) noexcept nogil:
-    """Read a part of what has come. False if the connection has ended."""
+    """Read messages, at most TURN_NBYTES. Return False if the connection has ended or is not sound."""
     cdef size_t wanted
     cdef ssize_t n
     cdef int64_t taken = 0
@@ -624,7 +640,7 @@ cdef bint read_messages(Sockets* s, Link* link) noexcept nogil:
 # ---- connections ---------------------------------------------------------------------------
 
 cdef void take_news(Sockets* s) noexcept nogil:
-    """Take connections that were opened, and hear of those that could not be."""
+    """Process all News: connections that were opened, peers that refused, and peers that answered."""
     cdef ssize_t n
     while not s.over:
         n = read(s.news, <char*>&s.coming + s.come, sizeof(News) - s.come)
@@ -649,7 +665,9 @@ cdef void take_one(Sockets* s, News* news) noexcept nogil:
 
 
 cdef void take_refusal(Sockets* s, Neighbour* p) noexcept nogil:
-    """Nobody listens there: the process has ended. If no connection has ended before, it may have left in order."""
+    """Process a refused connection: the peer's process has ended, because nothing listens on its port.
+
+    If no connection of the peer broke before, it may have left in order."""
     if p.out != NULL and p.out.fd < 0:
         p.refused = True
         p.closed = p.closed or not p.broken
@@ -657,7 +675,7 @@ cdef void take_refusal(Sockets* s, Neighbour* p) noexcept nogil:
 
 
 cdef void turn_away(Sockets* s, Link* link) noexcept nogil:
-    """A peer that was taken for failed has dialed and sends: it learns so, and what it sends is dropped."""
+    """Send OUT to a peer that was taken for failed and has dialed again, and drop what it sends."""
     cdef char waste[WASTE]
     cdef ssize_t n
     if not link.rested:
@@ -668,12 +686,14 @@ cdef void turn_away(Sockets* s, Link* link) noexcept nogil:
 
 
 cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
-    """With messages that are not confirmed, its first COUNT, for which it asks, says which of them are lost."""
+    """Use a connection that was dialed to a peer.
+
+    If messages are not confirmed, ask for a COUNT, which shows which of them are lost."""
     cdef bint asks
     if p.failed or p.out == NULL:
         close(fd)
         return
-    if p.out.fd >= 0:               # the peer reads the newest one
+    if p.out.fd >= 0:               # replaced: the peer reads from the newest connection only
         epoll_ctl(s.epoll, EPOLL_CTL_DEL, p.out.fd, NULL)
         close(p.out.fd)
     s.dialed += 1
@@ -690,10 +710,10 @@ cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
 
 
 cdef void take_accepted(Sockets* s, Neighbour* p, News* news) noexcept nogil:
-    """The peer has dropped the connection before. It repeats what has not come whole.
+    """Use a connection that a peer has dialed. The peer has dropped its earlier one, and repeats messages.
 
-    Nothing is sent on it before the peer has: the last word of the handshake, which the other thread sends, must come
-    first.
+    This side sends nothing on it before the peer does: the last message of the handshake, which the other
+    thread sends, must come first.
     """
     cdef Link* link = open_link(s, news.peer, True, news.fd)
     if link == NULL:
@@ -751,7 +771,9 @@ cdef Status tcp_test(Wire* wire, Transfer* t) noexcept nogil:
 
 
 cdef bint tcp_release(Wire* wire, Transfer* t) noexcept nogil:
-    """A receive is forgotten, and what arrives for it is lost. A message that is not confirmed is copied, and still goes."""
+    """Give up a transfer.
+
+    What arrives for a receive is lost; an unconfirmed message is copied, and still sent."""
     cdef Sockets* s = <Sockets*>wire.own
     cdef Post* post = <Post*>t.handle
     if not t.in_use:
@@ -766,7 +788,7 @@ cdef bint tcp_release(Wire* wire, Transfer* t) noexcept nogil:
 
 
 cdef void forget(Sockets* s, Post* post) noexcept nogil:
-    """Of a receive: let go of its buffer."""
+    """Give up a pending receive: neither a connection nor a later message writes to its buffer."""
     cdef Link* link = s.links
     while link != NULL:
         if link.into == post:
@@ -788,7 +810,7 @@ cdef void close_sockets(Sockets* s) noexcept nogil:
 
 
 cdef bint has_unsent(Sockets* s, bint lost) noexcept nogil:
-    """Whether a message is not sent; or, with `lost`, is to be sent again because its connection has ended."""
+    """Whether a message is unsent; with `lost`, also whether one is lost with its connection."""
     cdef Link* link = s.links
     cdef Unconfirmed* u
     while link != NULL:
@@ -800,17 +822,17 @@ cdef bint has_unsent(Sockets* s, bint lost) noexcept nogil:
 
 
 cdef class TcpWire(AnyWire):
-    """The wire of one engine over TCP. Its peers are dialed and accepted by `connections.Connections`.
+    """The wire of one engine over TCP connections, which `connections.Connections` dials and accepts.
 
     Args:
-        clock: tells the time.
-        rank: of this engine.
-        size: engines in all.
-        news: descriptor from which connections come, records of News; it does not block.
-        dials: descriptor to which the ranks to be dialed are written, int32; it does not block.
-        most: connections that are dialed and kept, at most, but for those in use.
-        idle_s: a dialed connection is closed when it has carried nothing for so long, seconds.
-        failure_s: a peer whose host acknowledges nothing for so long has failed, seconds.
+        clock: the clock of the engine.
+        rank: rank of this engine.
+        size: how many engines the wire connects.
+        news: non-blocking descriptor from which News records (opened connections) are read.
+        dials: non-blocking descriptor to which the ranks to dial are written, int32.
+        most: limit of dialed connections; connections in use may exceed it.
+        idle_s: a dialed connection is closed when it has carried no message for so long, seconds.
+        failure_s: a peer whose host has owed an acknowledgement for so long has failed, seconds.
     """
 
     DIALED = NEWS_DIALED
@@ -831,7 +853,7 @@ cdef class TcpWire(AnyWire):
         s.epoll = epoll_create1(EPOLL_CLOEXEC)
         s.peers = <Neighbour*>calloc(size, sizeof(Neighbour))
         if s.epoll < 0 or s.peers == NULL:
-            raise MemoryError("wire")
+            raise MemoryError("no memory for the averaging engine's wire")
         event.events = EPOLLIN
         event.data.ptr = NULL
         epoll_ctl(s.epoll, EPOLL_CTL_ADD, news, &event)
@@ -852,14 +874,14 @@ cdef class TcpWire(AnyWire):
         if self.sockets.epoll > 0:
             close(self.sockets.epoll)
 
-    # ---- without an engine: one thread at a time
+    # ---- without an engine; only one thread may call these at a time
 
     def progress(self):
-        """Move bytes once; where no engine's thread does, or after it has ended."""
+        """Move bytes once, if no engine's thread uses this wire, or after that thread has ended."""
         tcp_progress(&self.calls)
 
     def post(self, int peer, int channel, bytes head, const unsigned char[::1] data):
-        """Queue a message, copied, of two parts; one to a peer that has failed is dropped."""
+        """Queue a copy of the message head + data for a peer; if the peer has failed, drop it."""
         cdef Sockets* s = &self.sockets
         cdef Py_ssize_t n = len(head), nbytes = n + data.shape[0]
         cdef Link* link
@@ -872,7 +894,7 @@ cdef class TcpWire(AnyWire):
         post = take_post(&s.posts, peer, channel, copy, nbytes) if link != NULL and copy != NULL else NULL
         if post == NULL:
             free(copy)
-            raise MemoryError("wire")
+            raise MemoryError("no memory for the averaging engine's wire")
         memcpy(copy, <const char*>head, n)
         if data.shape[0]:
             memcpy(copy + n, &data[0], data.shape[0])
@@ -880,7 +902,9 @@ cdef class TcpWire(AnyWire):
         enqueue(s, link, post)
 
     def take(self):
-        """(peer, bytearray) of the first message that has come whole; None if none has. No receive is posted beside it."""
+        """Return (peer, bytearray) of the first complete message; None if there is none.
+
+        Must not be mixed with posted receives."""
         cdef Stray* stray = first_whole(&self.sockets.posts)
         if stray == NULL:
             return None
@@ -889,7 +913,7 @@ cdef class TcpWire(AnyWire):
         return found
 
     def rest_all(self):
-        """Close what is idle, as after idle_s; the next message opens another connection."""
+        """Close all idle connections that this side dialed; the next message dials another one."""
         cdef Link* link = self.sockets.links
         cdef Link* following
         while link != NULL:
@@ -900,33 +924,37 @@ cdef class TcpWire(AnyWire):
         bury(&self.sockets)
 
     def fileno(self):
-        """Of epoll: readable when `progress` has something to do."""
+        """Return epoll's descriptor, which is readable when `progress` has something to do."""
         return self.sockets.epoll
 
     def next_failed(self, bint look):
-        """A peer that has failed since the last call, NOBODY if none has; searches for silent hosts too if told."""
+        """Return a peer whose failure was not returned before, NOBODY if none.
+
+        `look`: search for silent hosts."""
         return tcp_next_failed(&self.calls, look)
 
     def call(self, int peer):
-        """Have a connection to a peer, so that its end is noticed."""
+        """Keep a connection to a peer open, so that the end of the peer is noticed."""
         cdef Link* link
         if not self.sockets.peers[peer].failed:
             link = link_to(&self.sockets, peer)
             if link != NULL:
-                link.used = time_of(&self.sockets)      # is not idle
+                link.used = time_of(&self.sockets)      # not to be closed as idle
 
     @property
     def unsent(self):
-        """Whether a message has not been handed to the system yet."""
+        """Whether the operating system has not yet taken all messages."""
         return has_unsent(&self.sockets, False)
 
     @property
     def unfinished(self):
-        """Whether there is such a message, or one to be sent again because its connection has ended."""
+        """Whether a message is unsent, or must be sent again because its connection has ended."""
         return has_unsent(&self.sockets, True)
 
     def close(self):
-        """Say CLOSE on each connection and close them; transfers under way fail. After the engine's thread has ended."""
+        """Send CLOSE on each connection and close all; unfinished transfers fail.
+
+        Call this after the engine's thread has ended."""
         cdef Link* link = self.sockets.links
         while link != NULL:
             if link.fd >= 0 and (link.incoming or self.sockets.peers[link.peer].outgoing.unsent == NULL):
@@ -938,7 +966,7 @@ cdef class TcpWire(AnyWire):
             self.sockets.epoll = -1
 
     def forget(self):
-        """In a forked child: close its copies of the descriptors, which would keep connections of the parent open."""
+        """Close the descriptors in a forked child, whose copies would keep the parent's connections open."""
         cdef Link* link = self.sockets.links
         while link != NULL:
             if link.fd >= 0:
@@ -950,7 +978,7 @@ cdef class TcpWire(AnyWire):
 
     @property
     def connections(self):
-        """(dialed, accepted) that are open now, and the same since the start."""
+        """Open connections (dialed, accepted), and then both counts since the start."""
         cdef Link* link = self.sockets.links
         cdef int dialed = 0, accepted = 0
         while link != NULL:

@@ -1,15 +1,15 @@
 # cython: language_level=3
-"""MPI_Init_thread without the GIL.
+"""Call of MPI_Init_thread that releases the GIL.
 
-Compiled, because mpi4py holds the GIL in it: MPI_Init waits without bound for a process that has ended before it,
-and no other thread of Python could tell.
+Compiled, because mpi4py holds the GIL during this call: MPI_Init waits without bound for a process that has
+ended before calling it, and no other Python thread could report that.
 """
 
 from mpi4py cimport libmpi as mpi
 
 
 def start() -> None:
-    """Start MPI with MPI_THREAD_MULTIPLE, if it was never started here; waits for all processes of the job."""
+    """Start MPI with MPI_THREAD_MULTIPLE unless it was started before; wait for all processes of the job."""
     cdef int started = 0, provided = 0, error = mpi.MPI_SUCCESS
     with nogil:
         mpi.MPI_Initialized(&started)

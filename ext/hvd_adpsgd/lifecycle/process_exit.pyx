@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The exit of a process that cannot wait for MPI_Finalize.
+"""Exit of a process that cannot wait until MPI_Finalize returns.
 
 Compiled, because only a C function can act between the end of Python and the end of the process,
 where the exit status is known.
@@ -22,7 +22,7 @@ cdef int instead_of_0 = 0
 
 
 cdef void _end(int status, void *argument) noexcept nogil:
-    """End now: no handler of exit() that was registered earlier runs.
+    """End the process, as the last handler of exit(): no handler that was registered earlier runs.
 
     After an exit without MPI_Finalize, Open MPI's launcher notifies the other processes only if the
     status is 0 or a signal ended the process; with another status it ends the job. The cost: the
@@ -33,23 +33,24 @@ cdef void _end(int status, void *argument) noexcept nogil:
     if keeps_status:
         _exit(status)
     kill(getpid(), SIGKILL)
-    _exit(status)  # the first process of a container does not get its own signals
+    _exit(status)  # reached by the first process of a container, which its own signals do not end
 
 
 def end_without_finalize(bint last, int verdict=0):
-    """From now on exit() ends the process without MPI_Finalize and C++ destructors.
+    """Let exit() end the process without MPI_Finalize and C++ destructors from now on.
 
-    With its status if that is 0 or if `last`, else by SIGKILL.
+    The process ends with its exit status if that is 0 or if `last`, else by SIGKILL.
 
     Args:
-        last: no other process of the job runs, or none hears of this one's status from Open MPI's launcher.
-        verdict: status to end with instead of 0; must be 0 unless `last`.
+        last: whether no other process of the job runs, or Open MPI's launcher reports this one's status to
+            none.
+        verdict: exit status in place of 0; must be 0 unless `last`.
 
     Raises:
-        OSError: if the C library refuses.
+        OSError: if the C library refuses the handler.
     """
     global keeps_status, instead_of_0
     keeps_status = last
     instead_of_0 = verdict if last else 0
     if on_exit(_end, NULL) != 0:
-        raise OSError("on_exit() refused")
+        raise OSError("on_exit() refused a handler")

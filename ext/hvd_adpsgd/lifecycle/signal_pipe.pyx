@@ -1,17 +1,17 @@
 # cython: language_level=3
-"""A signal becomes a byte in a pipe, at once, whatever Python is doing; and the end by a signal.
+"""A handler that writes a byte to a pipe for each signal, even while Python is blocked; and exit by a signal.
 
-Compiled, because a Python handler runs only when the main thread returns to Python: SIGUSR1 is sent to
-find out why it does not, and SIGTERM leaves a few seconds. Rejected alternatives:
+Compiled, because a Python handler runs only when the main thread returns to Python: SIGUSR1 is sent to find
+out why the main thread does not return, and after SIGTERM a process has only a few seconds. Rejected
+alternatives:
 
-- signal.set_wakeup_fd writes from C too, but there is one such descriptor in a process, and asyncio
-  takes it;
-- a thread in sigwait needs the signal blocked in every other thread, which threads made earlier (by
-  torch, MPI, the script) do not do, and every program that the script starts inherits the mask;
-- faulthandler.register walks the stacks of running threads without the GIL.
+- signal.set_wakeup_fd writes from C too, but a process has only one such descriptor, and asyncio uses it;
+- a thread in sigwait needs the signal blocked in every other thread, but threads started earlier (by torch,
+  by MPI, by the script) do not block it, and every program that the script starts inherits the mask;
+- faulthandler.register reads the stacks of running threads without the GIL.
 
-The handler is gone after exec. In a child that was forked it does nothing for SIGUSR1 (a DataLoader's worker
-has the same command line as the trainer, so pkill finds it too); a signal that ends a process ends the child.
+After exec the handler is removed. In a forked child it ignores SIGUSR1 (pkill by command line also finds a
+DataLoader's worker, which has the trainer's); a signal registered with `ends` ends the child.
 """
 
 cdef extern from *:
@@ -21,9 +21,9 @@ cdef extern from *:
     #include <string.h>
     #include <unistd.h>
 
-    static volatile int adpsgd_pipes[NSIG];     /* by signal */
-    static volatile char adpsgd_ends[NSIG];     /* what is not its owner ends by this signal */
-    static volatile pid_t adpsgd_owner = 0;
+    static volatile int adpsgd_pipes[NSIG];     /* descriptor to write to, by signal number */
+    static volatile char adpsgd_ends[NSIG];     /* by signal number: whether the signal ends a forked child */
+    static volatile pid_t adpsgd_owner = 0;     /* process that registered the handlers */
 
     static void adpsgd_end_by(int number)
     {
@@ -36,7 +36,7 @@ cdef extern from *:
         sigaddset(&mask, number);
         pthread_sigmask(SIG_UNBLOCK, &mask, NULL);
         kill(getpid(), number);
-        _exit(128 + number);    /* still here: process 1 of a container, to which no signal of its own comes */
+        _exit(128 + number);    /* reached by process 1 of a container, which its own signals do not end */
     }
 
     static void adpsgd_heard(int number)
@@ -45,12 +45,12 @@ cdef extern from *:
         if (getpid() != adpsgd_owner) {
             if (adpsgd_ends[number]) adpsgd_end_by(number);
         } else if (write(adpsgd_pipes[number], "", 1) < 0) {
-            /* the pipe is full: enough has been asked for */
+            /* the pipe is full: the reader will be woken anyway */
         }
         errno = before;
     }
 
-    /* 0: handled by us from now on; 1: the signal has another handler; -1: refused, see errno */
+    /* Install the handler. 0: done; 1: the signal has a handler or is ignored; -1: refused, see errno */
     static int adpsgd_listen(int number, int fd, int ends)
     {
         struct sigaction action, before;
@@ -72,18 +72,18 @@ cdef extern from *:
 
 
 def listen(int number, int fd, bint ends=False):
-    """Write a byte to `fd` (a pipe's end, not blocking) whenever the signal comes to this process.
+    """Write a byte to `fd` whenever this process receives the signal.
 
     Args:
-        number: of the signal.
-        fd: of the pipe.
-        ends: a forked child ends by the signal; else it ignores it.
+        number: number of the signal.
+        fd: non-blocking descriptor of a pipe's writing end.
+        ends: whether the signal ends a forked child; a child ignores it otherwise.
 
     Returns:
-        Whether it will; False if the signal has a handler already, or is ignored.
+        Whether the handler was installed; False if the signal has another handler already, or is ignored.
 
     Raises:
-        OSError: if the system refuses.
+        OSError: if the operating system refuses the handler.
     """
     cdef int answer = adpsgd_listen(number, fd, ends)
     if answer < 0:
@@ -92,9 +92,10 @@ def listen(int number, int fd, bint ends=False):
 
 
 def end_by(int number):
-    """End this process by the signal, as if nobody had listened to it; from any thread.
+    """End this process by a signal, as if the signal had no handler; may be called from any thread.
 
-    The first process of a container, which cannot signal itself, ends with the status that a shell shows for it.
+    The first process of a container, which its own signals do not end, exits with the status that a shell
+    shows for this signal, 128 + number.
     """
     with nogil:
         adpsgd_end_by(number)

@@ -1,9 +1,10 @@
 # cython: language_level=3
-"""A barrier of processes of one host: a count in memory that they share.
+"""A barrier of processes on one host: each process that arrives increments a count in shared memory.
 
 Compiled, because the count needs an atomic addition, and the wait a call of Linux (futex) that sleeps until the
-count has changed. One that arrives last wakes the others; nobody spins, as learners may be more than cores. A
-process that dies leaves nothing behind: the count is memory, and waits have a time-out.
+count has changed. The process that arrives last wakes the others; none spins, because there may be more
+learners than cores. A process that dies leaves no lock behind: the count is plain memory, and waits have a
+timeout.
 """
 
 cdef extern from *:
@@ -22,7 +23,7 @@ cdef extern from *:
         return now;
     }
 
-    /* Whether the count reaches the target in time; it may be past it. */
+    /* Wait until the count has reached or passed the target; returns 0 if it has not after `seconds`. */
     static int adpsgd_await(uint32_t *count, uint32_t target, double seconds)
     {
         struct timespec wait = {(time_t)seconds, (long)(1e9 * (seconds - (time_t)seconds))};
@@ -30,7 +31,7 @@ cdef extern from *:
             uint32_t now = __atomic_load_n(count, __ATOMIC_SEQ_CST);
             if ((int32_t)(now - target) >= 0) return 1;
             if (syscall(SYS_futex, count, FUTEX_WAIT, now, &wait, NULL, 0) != 0
-                && errno != EAGAIN) return 0;               /* the time is over, or a signal */
+                && errno != EAGAIN) return 0;               /* timeout, or a signal */
         }
     }
     """
@@ -40,11 +41,11 @@ cdef extern from *:
 
 
 def arrive(unsigned char[::1] memory, unsigned int target):
-    """Add one to the count, which is the first four bytes; one that makes it `target` wakes all that wait.
+    """Add one to the count; if that makes it `target`, wake all processes that wait in await_count.
 
     Args:
-        memory: shared, aligned to four bytes.
-        target: modulo 2^32.
+        memory: shared memory, aligned to four bytes; its first four bytes are the count.
+        target: count at which all have arrived, modulo 2^32.
     """
     cdef uint32_t* count = <uint32_t*>&memory[0]
     with nogil:
@@ -52,12 +53,12 @@ def arrive(unsigned char[::1] memory, unsigned int target):
 
 
 def await_count(unsigned char[::1] memory, unsigned int target, double seconds) -> bool:
-    """Sleep until the count has reached `target`, or for so long; whether it has.
+    """Sleep until the count has reached `target`, or for `seconds`; return whether it has.
 
     Args:
-        memory: as of `arrive`.
-        target: modulo 2^32; at most 2^31 past the count.
-        seconds: at most; a signal ends the wait earlier.
+        memory: as for `arrive`.
+        target: count to wait for, modulo 2^32; less than 2^31 more than the count now.
+        seconds: longest wait; a signal ends the wait earlier.
     """
     cdef uint32_t* count = <uint32_t*>&memory[0]
     cdef int reached
