@@ -1,22 +1,22 @@
 # cython: language_level=3
-# Why compiled: it makes and begins engines.
-"""A newcomer is let in: all go over to new engines beside the old ones, or none does.
+# Why compiled: it creates and starts engines through their C structs.
+"""Admission of a joining super learner in a simulated job: all members switch to new engines, or none does.
 
-As torch/admission.py and joining/reconnect.py do it, with real engines, the real agreement, and the real decisions
-(engine/admission.py):
+The joining super learner is called newcomer here. The steps are those of torch/admission.py and
+joining/reconnect.py, with real engines, the real agreement, and the real decisions (engine/admission.py):
 
     each member                                             the newcomer
-    before the same step: its engine comes to rest,
-    and corrections are applied
+    before the same step: pauses its engine, and
+    applies all corrections
     decision 0: the members. The giver, the lowest
     of them, has the mean of their models
     makes an engine for them and the newcomer              makes its engine when the giver asks
-    decision 1: all have it, and nobody was lost
-    leaves its old engine and continues with the new one   is told so, gets the mean, and begins
+    decision 1: all have theirs, and no process was lost
+    leaves its old engine and continues with the new one   gets that decision and the mean, and begins
 
-Members are processes, which may crash or stop between any two of these. Letters between them are in order; failures are
-noticed as the engines' wires notice them. A newcomer that is not told within its patience gives up; so does one whose
-giver is lost before it has its model.
+Members are processes, which may crash or stop between any two of these steps. Letters between two processes
+arrive in order; failures are noticed as the engines' wires notice them. The newcomer gives up if it does not
+receive the decision within its deadline, or if the giver is lost before it has sent the model.
 """
 
 from libc.stdint cimport uintptr_t
@@ -35,20 +35,20 @@ from hvd_adpsgd.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, R
 from hvd_adpsgd.simulation.trainers cimport absorb, begin_rest, follow, leave_job
 
 cdef enum:
-    AGREES = 0              # kinds of letters: of the agreement
+    AGREES = 0              # kinds of letters: a message of the agreement
     LOST = 1                # the sender's process has ended
     INVITED = 2             # to the newcomer: make your engine
-    READY = 3               # from it: it is made
-    IS_IN = 4               # to it: all go over
-    GIFT = 5                # to it: step, the mean
-    NO_MORE = 6             # to oneself: patience is over
-    PACKED = 7              # ... the gift is
+    READY = 3               # from the newcomer: its engine is made
+    IS_IN = 4               # to the newcomer: all members switch to the new engines
+    GIFT = 5                # to the newcomer: step and mean
+    NO_MORE = 6             # to the sender itself: its deadline is over
+    PACKED = 7              # to the giver itself: the gift can be sent
 
 cdef double REFUSED = 0.05  # probability that a member cannot make its engine
 
 
 cdef class Admission:
-    """One newcomer to n members; `plan`: see Job.expect."""
+    """The admission of one newcomer by n members; `plan`: see Job.expect."""
 
     def __cinit__(self, int n, plan):
         self.n, self.plan = n, plan
@@ -62,7 +62,10 @@ cdef class Admission:
 # ---- members -------------------------------------------------------------------------------
 
 cdef void expect_newcomer(JobState job, int number):
-    """All members let one in before the step after the next one of the foremost, if all of them make it."""
+    """Schedule the admission of a newcomer with rank `number`.
+
+    It takes place two steps after the step of the foremost member, if all living members have so many steps
+    left."""
     cdef Admission m = job.admission
     living = [i for i in range(job.n) if not job.actors[i].dead and not job.actors[i].over]
     if m is None or job.admits_at >= 0 or job.later:
@@ -76,7 +79,7 @@ cdef void expect_newcomer(JobState job, int number):
 
 
 cdef int come(JobState job, int i) except -1:
-    """A trainer is where a newcomer is let in; then its engine is at rest."""
+    """Act for a trainer that is at the step of the admission: pause its engine; once that rests, vote."""
     cdef Actor* a = &job.actors[i]
     cdef Admission m = job.admission
     if a.doing == COME:
@@ -84,7 +87,7 @@ cdef int come(JobState job, int i) except -1:
         a.after = TAKE_IN
         begin_rest(job, i)
     elif a.doing == TAKE_IN:
-        for _ in range(2):              # what is published, and what was merged since
+        for _ in range(2):              # the published corrections, and those merged since
             job.stores[i].publish()
             absorb(job, i, a.step - 1)
         a.doing = AWAIT_ALL
@@ -94,7 +97,7 @@ cdef int come(JobState job, int i) except -1:
 
 
 cdef int say(JobState job, int p, bint flag) except -1:
-    """Vote: at rest; ready to go over."""
+    """Vote in the current decision: for decision 0 at rest, for decision 1 ready to switch."""
     cdef Admission m = job.admission
     if flag and m.states[p].stage is MemberStage.VOTED:
         m.ready.add(p)
@@ -103,7 +106,7 @@ cdef int say(JobState job, int p, bint flag) except -1:
 
 
 cdef int act_on(JobState job, int p) except -1:
-    """Send what the agreement wants to tell, and do what is decided."""
+    """Send the agreement's messages, and act on a decision that has been made."""
     cdef Admission m = job.admission
     agreement, member = m.agreements[p], m.states[p]
     for peer, message in agreement.take_outgoing():
@@ -120,7 +123,7 @@ cdef int act_on(JobState job, int p) except -1:
 
 
 cdef object decided(JobState job, agreement, number):
-    """The same on all members."""
+    """Return a decision, after a check that it is the same on all members."""
     decision = agreement.decision(number)
     if agreement.excluded:
         job.fail("promise 8 (one decision)", f"member {agreement.me} lives, and is excluded from an admission")
@@ -129,13 +132,13 @@ cdef object decided(JobState job, agreement, number):
 
 
 cdef list staying(JobState job, decision):
-    """The members that a decision does not take for failed."""
+    """Return the members that a decision does not declare failed."""
     cdef Admission m = job.admission
     return [q for q in range(m.n) if q not in decision.failed]
 
 
 cdef int prepare(JobState job, int p, list members) except -1:
-    """The members are decided: make an engine for them and the newcomer."""
+    """Act on decision 0: make the new engine of a member; the giver also invites the newcomer."""
     cdef Admission m = job.admission
     if m.members is None:
         m.members = members
@@ -154,7 +157,7 @@ cdef int prepare(JobState job, int p, list members) except -1:
 
 
 cdef int make_engines(JobState job) except -1:
-    """The new ones of all, in the order of super learners; those whose process has not come so far are absent."""
+    """Make the new engines of all members and the newcomer; each is absent until its process starts it."""
     cdef Admission m = job.admission
     cdef int first = job.n, q, at
     cdef Make how
@@ -167,7 +170,7 @@ cdef int make_engines(JobState job) except -1:
         at = first + place
         q = m.n if numbers[place] == m.number else numbers[place]
         job.network.place(at, first, len(numbers), q)
-        how = job.given[q % m.n]        # the newcomer's is that of the first
+        how = job.given[q % m.n]        # the newcomer has the options of the first member
         how.weight = weight
         model = job.models[q] if q < m.n else np.zeros_like(job.models[0])
         make_engine(job, schedule, model, &how, q if q < m.n else -1)
@@ -187,7 +190,7 @@ cdef int make_engines(JobState job) except -1:
 
 
 cdef void begin(JobState job, int at):
-    """The process begins its new engine."""
+    """Start the new engine of a process."""
     cdef Actor* a = &job.actors[at]
     cdef int i
     a.absent = False
@@ -200,11 +203,12 @@ cdef void begin(JobState job, int at):
 
 
 cdef int conclude(JobState job, int p, bint goes_over, set ready) except -1:
-    """All members switch to the new engines, or all keep the old ones."""
+    """Act on decision 1: all members switch to the new engines, or all keep the old ones."""
     cdef Admission m = job.admission
     if goes_over:
         if not ready.issuperset(m.members):
-            job.fail("promise 8 (one decision)", f"members {m.members} go over, ready and alive are {sorted(ready)}")
+            job.fail("promise 8 (one decision)", f"members {m.members} switch to new engines; only "
+                     f"{sorted(ready)} are ready and alive")
         job.note("join | all go over" if p == m.giver else "join | a member goes over")
         if p == m.giver:
             check_joined(job, [job.seats[q] for q in m.members], m.values)
@@ -231,13 +235,13 @@ cdef int go_over(JobState job, int p) except -1:
     a.broken, a.unfit = old.broken, old.unfit
     a.doing = STEP
     job.seats[p] = at
-    old.successor = at                  # begins its steps when the old engine has ended
+    old.successor = at                  # continues the steps when the old engine has ended
     leave_old(job, i)
     return 0
 
 
 cdef void go_on(JobState job, int p):
-    """With the old engine; the new one, which has exchanged nothing, ends."""
+    """Continue with the old engine; the new one, which has exchanged nothing, ends."""
     cdef Admission m = job.admission
     cdef int i = job.seats[p]
     leave_old(job, m.places[p])
@@ -247,7 +251,7 @@ cdef void go_on(JobState job, int p):
 
 
 cdef void leave_old(JobState job, int i):
-    """An engine ends in whose place its process has another one."""
+    """End an engine whose process uses another one."""
     cdef Actor* a = &job.actors[i]
     a.steps = a.step
     a.doing = DONE_STEPS
@@ -258,7 +262,7 @@ cdef void leave_old(JobState job, int i):
 # ---- the newcomer --------------------------------------------------------------------------
 
 cdef int arrive_at(JobState job, int kind, content) except -1:
-    """What it is told."""
+    """Process a letter to the newcomer."""
     cdef Admission m = job.admission
     cdef int at = job.seats[m.n]
     cdef Actor* a = &job.actors[at]
@@ -297,7 +301,7 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
 
 
 cdef void lose_newcomer(JobState job):
-    """Its process crashes before it has an engine."""
+    """Crash the newcomer's process before it has an engine."""
     cdef Admission m = job.admission
     job.note("crash | newcomer")
     m.newcomer_lost = True
@@ -306,7 +310,7 @@ cdef void lose_newcomer(JobState job):
 # ---- letters -------------------------------------------------------------------------------
 
 cdef void post(JobState job, int src, int dst, int kind, content):
-    """A letter, which arrives behind those that were sent before on its way."""
+    """Send a letter, which arrives after all earlier letters between the same two processes."""
     cdef double at = job.net.now_s
     cdef double cut = cut_until(job.net, src, dst)
     at += job.net.rules.latency_s * (1 + job.net.rules.jitter * uniform(&job.net.chance))
@@ -318,7 +322,7 @@ cdef void post(JobState job, int src, int dst, int kind, content):
 
 
 cdef void post_later(JobState job, int p, int kind, double seconds):
-    """To oneself."""
+    """Send a letter to the process itself, which arrives after `seconds`."""
     cdef Admission m = job.admission
     m.letters.append((p, p, kind, None))
     enter(job.net, job.net.now_s + seconds, LETTER, p, <void*><uintptr_t>(len(m.letters) - 1))
@@ -359,7 +363,7 @@ cdef int read_letter(JobState job, int which) except -1:
 
 
 cdef void read_held(JobState job, int process):
-    """It continues."""
+    """Deliver the letters that arrived while a process was stopped, because it continues."""
     cdef Admission m = job.admission
     if m is not None:
         for which in m.held.pop(process, ()):
@@ -367,7 +371,7 @@ cdef void read_held(JobState job, int process):
 
 
 cdef void lose_letters(JobState job, int process):
-    """It has crashed: of what it has sent, a beginning arrives on each way."""
+    """Lose letters of a crashed process: of those to each receiver, a random initial part arrives."""
     cdef Admission m = job.admission
     if m is None:
         return

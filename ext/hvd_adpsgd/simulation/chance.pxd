@@ -11,7 +11,7 @@ cdef inline uint64_t draw(uint64_t* state) noexcept nogil:
 
 
 cdef inline double uniform(uint64_t* state) noexcept nogil:
-    """In [0, 1)."""
+    """Return a random number, uniform in [0, 1)."""
     return (draw(state) >> 11) * (1.0 / 9007199254740992.0)
 
 

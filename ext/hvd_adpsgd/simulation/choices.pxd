@@ -1,4 +1,4 @@
-# A wire and clocks for a few engines, whose open orders are choices that an explorer makes.
+# A wire and clocks for a few engines; an explorer chooses every order of events that they leave open.
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.core cimport Core
@@ -6,55 +6,55 @@ from hvd_adpsgd.engine.wire cimport AnyClock, AnyWire, Transfer
 
 cdef enum:
     MOST_ENGINES = 4
-    MOST_MESSAGES = 128     # on their way at once
-    MOST_POSTED = 32        # receives of one engine
-    MOST_NBYTES = 64        # of a message
-    MOST_LINES = 65536      # of a story
-    STATES = 8
-    MESSAGES = 9
-    NOT_YET = 0             # of a transfer's handle
+    MOST_MESSAGES = 128     # messages in flight at once, at most
+    MOST_POSTED = 32        # receives that one engine has posted, at most
+    MOST_NBYTES = 64        # bytes of a message, at most
+    MOST_LINES = 65536      # lines of a story, at most
+    STATES = 8              # states of an exchange in `coverage`
+    MESSAGES = 9            # kinds of events in `coverage`
+    NOT_YET = 0             # values of a transfer's handle
     COMPLETE = 1
     OVERLONG = 2
-    GIVEN = 3               # the receiver has the message, and the sender does not know
+    GIVEN = 3               # the receiver has the message, but the send is not yet known to be complete
 
 cdef enum Completion:       # when a send is complete
-    AT_POST = 0             # the message is copied
-    AT_RECEIPT = 1          # the receiver reads the sender's buffer; but control messages are copied
-    AT_ANY_TIME = 2         # before, with or after its receipt
+    AT_POST = 0             # at once: the message is copied
+    AT_RECEIPT = 1          # at receipt: the receiver reads the sender's buffer; control messages are copied
+    AT_ANY_TIME = 2         # before, at or after the receipt
 
 cdef struct Choice:
-    int taken
-    int options
-    bint state              # what happens next, in a state; else how a call of the wire ends
-    # of a state:
-    uint64_t digest
-    int timed               # its options from here on are time that passes,
-    int deadlines           # ... from here on so much that deadlines may have passed
-    bint early_retry        # time may pass also if something else can happen
-    bint early_deadline
-    bint moved              # something that must happen leads to another state
-    bint waited             # time that passes does
-    bint rests              # nothing need happen any more
-    bint again              # reached on another way: its next states are compared with those found first
-    uint64_t nexts          # digest of its next states
+    int taken               # the option that is taken
+    int options             # how many options there are
+    bint state              # chooses the next event in a state; else how a call of the wire ends
+    # of a choice with `state`:
+    uint64_t digest         # of the state
+    int timed               # in options from this one on time passes,
+    int deadlines           # ... and from this one on so much that deadlines may have passed
+    bint early_retry        # a retry may become due although another event is possible
+    bint early_deadline     # a deadline may pass although another event is possible
+    bint moved              # an event that must happen leads to another state
+    bint waited             # time that passes leads to another state
+    bint rests              # no event need happen any more
+    bint again              # the state was reached before: compare its next states with those found first
+    uint64_t nexts          # digest of the next states
 
-cdef struct Choices:        # of one run, from its beginning
-    Choice* made
-    int count
-    int room
-    int next_one            # position: those before it have been taken in this run
-    int deepest
+cdef struct Choices:        # the path of a run: its choices from the beginning
+    Choice* made            # array of the choices
+    int count               # length of the path
+    int room                # length of the array
+    int next_one            # choices before this position have been taken in this run
+    int deepest             # length of the longest path so far
 
-cdef struct Underway:       # a message that its receiver has not taken
+cdef struct Underway:       # a message in flight: sent, and not received
     int src
     int dst
     int channel
     int nbytes
-    Transfer* sending       # NULL: complete
-    const void* source      # NULL: copied
+    Transfer* sending       # NULL: the send is complete
+    const void* source      # the sender's buffer; NULL: `copy` holds the message
     char copy[MOST_NBYTES]
 
-cdef struct Posted:
+cdef struct Posted:         # a pending receive
     Transfer* transfer
     void* buffer
     int nbytes
@@ -64,48 +64,48 @@ cdef struct Posted:
 cdef struct End:            # what one engine sees of the network
     Posted posted[MOST_POSTED]
     int nposted
-    char down[MOST_ENGINES]         # peers that have failed, as its wire knows
-    char told[MOST_ENGINES]         # ... and next_failed has told
-    char suspects[MOST_ENGINES]     # ... though they live
+    char down[MOST_ENGINES]         # peers that its wire takes for failed
+    char told[MOST_ENGINES]         # peers that next_failed has returned
+    char suspects[MOST_ENGINES]     # peers that its wire takes for failed although they live
 
-cdef enum Deed:             # of the story of a run
-    TURN = 0
-    TRAINER = 1
+cdef enum Deed:             # kinds of events in the story of a run
+    TURN = 0                # an engine takes a turn
+    TRAINER = 1             # a trainer takes the next step of its script
     CRASH = 2
-    RETRY = 3               # time passes: retries are due
-    DEADLINE = 4            # ... more of it: deadlines may be
-    TAKES = 5
+    RETRY = 3               # so much time passes that a retry is due
+    DEADLINE = 4            # so much time passes that deadlines may be over
+    TAKES = 5               # an engine receives a message
     SENDS = 6
-    FINDS_DOWN = 7
+    FINDS_DOWN = 7          # a wire notices the failure of a peer
     MERGES = 8
     ENDS = 9
-    PAUSE = 10              # time passes: so much that the patience with answers to a departure is over
+    PAUSE = 10              # so much time passes that an engine waits no longer for answers to a departure
 
-cdef struct Line:           # of the story
-    int deed
-    int who
-    int peer
-    int what
-    int64_t number
+cdef struct Line:           # an event of the story
+    int deed                # a Deed
+    int who                 # engine
+    int peer                # -1: none
+    int what                # kind of message, or chunk
+    int64_t number          # number of the exchange, or channel
 
-cdef struct Wires:          # between all engines, and who lives
+cdef struct Wires:          # the network of all engines, and which of them have crashed or ended
     int n
     Choices* choices
     Completion completion
     End ends[MOST_ENGINES]
-    Underway messages[MOST_MESSAGES]        # in the order of their sends
+    Underway messages[MOST_MESSAGES]        # in the order in which they were sent
     int nmessages
-    char dead[MOST_ENGINES]
-    char over[MOST_ENGINES]
-    double now_s[MOST_ENGINES]
-    bint ends_are_found     # the end of an engine that has left is reported, too
-    int suspicions          # of living engines, that may still be
-    bint optional           # since it was cleared: something has happened that need not happen
-    bint faulty             # a crash, a suspicion, or a deadline has passed while other things could happen
-    const char* misuse      # of the wire's contract, by an engine
+    char dead[MOST_ENGINES]         # engines that have crashed
+    char over[MOST_ENGINES]         # engines that have left
+    double now_s[MOST_ENGINES]      # the time of each engine's clock
+    bint ends_are_found     # wires also report peers that have left as failed
+    int suspicions          # how many more living engines may be taken for failed
+    bint optional           # an event that need not happen has happened since this was cleared
+    bint faulty             # there was a crash, a suspicion, or a deadline passed early
+    const char* misuse      # how an engine has broken the wire's contract; NULL: not
     Core* cores[MOST_ENGINES]
-    int64_t coverage[STATES * MESSAGES]     # control messages, failures (0); by state of the exchange with that peer
-    Line* story             # NULL: none is kept
+    int64_t coverage[STATES * MESSAGES]     # by state of the exchange, and message kind or failure (0)
+    Line* story             # NULL: no story is recorded
     int lines
 
 cdef int choose(Choices* c, int options) noexcept nogil

@@ -1,13 +1,15 @@
 # cython: language_level=3
 # Why compiled: engines call it as their wire, through C function pointers.
-"""A wire and clocks whose open orders are choices: an explorer makes every one of them.
+"""A wire and clocks whose behaviour an explorer chooses, so that it can try every possible order of events.
 
-A choice is made when an engine asks, so orders that no engine can tell apart are one. What the contract of a wire
-(engine/wire.pxd) leaves open: whether a message has arrived when its receive is tested, whose message a receive from
-anybody gets, when a send is complete, when the end of a peer is noticed and by which call, how many messages of a
-crashed engine still arrive, and when the buffers of a failed peer are given back.
+A choice is made only when an engine calls the wire, so that orders which no engine can distinguish count
+once. The choices are what the contract of a wire (engine/wire.pxd) leaves open: whether a message has arrived
+when its receive is tested, whose message a receive from any peer gets, when a send is complete, when the end
+of a peer is noticed and by which call, how many messages of a crashed engine still arrive, and when the
+buffers of transfers with a failed peer are released.
 
-A suspicion takes a living peer for failed. As a lost connection, it is for good; the peer may notice it or not.
+In a suspicion, a wire takes a living peer for failed. Like a lost connection it is permanent; the peer may
+notice it or not.
 """
 
 from libc.stdint cimport int64_t
@@ -21,7 +23,7 @@ from hvd_adpsgd.simulation.choices cimport *
 
 
 cdef int choose(Choices* c, int options) noexcept nogil:
-    """One of 0 to options - 1: the one of the path, beyond it the first."""
+    """Return the option, 0 to options - 1, that the path takes next; at its end, append option 0 to it."""
     if options <= 1:
         return 0
     if c.next_one == c.count:
@@ -31,7 +33,7 @@ cdef int choose(Choices* c, int options) noexcept nogil:
 
 
 cdef Choice* open_choice(Choices* c, int options) noexcept nogil:
-    """Append a choice to the path: its first option."""
+    """Append a choice to the path, which takes its first option."""
     cdef Choice* made
     if c.count == c.room:
         c.room = max(1024, 2 * c.room)
@@ -56,7 +58,9 @@ cdef void misuse(Wires* f, const char* what) noexcept nogil:
 
 
 cdef void cover(Wires* f, int who, int peer, int kind) noexcept nogil:
-    """What an engine is told, in which state of its exchange with that peer; once, not when the path is taken again."""
+    """Count a message or failure of a peer, by the state of the exchange with that peer.
+
+    Only at the end of the path: nothing is counted again when a path is repeated."""
     cdef Exchange* x = f.cores[who].pairs.running
     if f.choices.next_one == f.choices.count:
         while x != NULL and (x.peer != peer or x.phase == IDLE):
@@ -65,7 +69,7 @@ cdef void cover(Wires* f, int who, int peer, int kind) noexcept nogil:
 
 
 cdef int state_of(Exchange* x) noexcept nogil:
-    """In the order of hvd_adpsgd.simulation.job.STATES."""
+    """Return the state of an exchange, as an index of simulation.coverage.STATES."""
     if x.phase == ASKED:
         return 1
     if x.phase == RUNNING:
@@ -78,10 +82,10 @@ cdef int state_of(Exchange* x) noexcept nogil:
 # ---- failures ------------------------------------------------------------------------------
 
 cdef bint finds_down(Wires* f, int who, int peer) noexcept nogil:
-    """Whether the wire of `who` knows now that the peer has failed, or has ended."""
+    """Whether the wire of `who` notices now, or has noticed, that the peer has failed or ended; a choice."""
     cdef End* mine = &f.ends[who]
     cdef bint ended = f.dead[peer] or (f.over[peer] and f.ends_are_found)
-    cdef bint lost = f.ends[peer].suspects[who]         # the peer has given up the connection
+    cdef bint lost = f.ends[peer].suspects[who]         # the peer takes `who` for failed
     if mine.down[peer]:
         return True
     if not (ended or lost or (f.suspicions and not f.over[peer])) or not choose(f.choices, 2):
@@ -99,12 +103,12 @@ cdef bint finds_down(Wires* f, int who, int peer) noexcept nogil:
 
 
 cdef inline bint in_order(Wires* f, int who, int peer) noexcept nogil:
-    """The peer has left, so all that it has sent arrives."""
+    """Whether the peer has left in order, so that all of its messages arrive."""
     return f.over[peer] and not f.ends[who].suspects[peer] and not f.ends[peer].suspects[who]
 
 
 cdef void spoil(End* mine, int peer) noexcept nogil:
-    """Until they are given back, buffers of a failed peer may hold anything."""
+    """Overwrite the buffers of receives from a failed peer, which may hold any bytes until their release."""
     cdef int i
     for i in range(mine.nposted):
         if mine.posted[i].src == peer:
@@ -112,7 +116,7 @@ cdef void spoil(End* mine, int peer) noexcept nogil:
 
 
 cdef void kill(Wires* f, int who) noexcept nogil:
-    """Its process is dead: what it has sent arrives as far as is chosen."""
+    """Crash an engine: later choices decide how many of its messages arrive."""
     cdef int i
     f.dead[who] = f.faulty = True
     for i in range(f.nmessages):
@@ -123,13 +127,13 @@ cdef void kill(Wires* f, int who) noexcept nogil:
 
 
 cdef void end(Wires* f, int who) noexcept nogil:
-    """It has left."""
+    """Mark an engine as having left."""
     f.over[who] = True
     drop_sent_to(f, who)
 
 
 cdef void drop_sent_to(Wires* f, int who) noexcept nogil:
-    """Nothing depends any more on messages that nobody will take, and whose sends are complete."""
+    """Remove messages to an engine that is gone if their sends are complete: nothing depends on them."""
     cdef int i
     for i in range(f.nmessages - 1, -1, -1):
         if f.messages[i].dst == who and f.messages[i].sending == NULL:
@@ -139,7 +143,7 @@ cdef void drop_sent_to(Wires* f, int who) noexcept nogil:
 # ---- messages ------------------------------------------------------------------------------
 
 cdef void keep_copy(Underway* m) noexcept nogil:
-    """From now on the sender may change its buffer."""
+    """Complete a send: copy the message, because the sender may now change its buffer."""
     if m.source != NULL:
         memcpy(m.copy, m.source, m.nbytes)
     m.source = NULL
@@ -276,7 +280,7 @@ cdef bint older(End* mine, int place) noexcept nogil:
 
 
 cdef int arriving(Wires* f, int who, Posted* p, int* sources) noexcept nogil:
-    """The first message of each channel that the receive may get; their number."""
+    """Find the messages that a receive may get, the first one of each sender. Return how many there are."""
     cdef int i, k, found = 0
     cdef Underway* m
     for i in range(f.nmessages):
@@ -293,7 +297,7 @@ cdef int arriving(Wires* f, int who, Posted* p, int* sources) noexcept nogil:
 
 
 cdef Status take(Wires* f, int who, int place, int i) noexcept nogil:
-    """The receive gets the message."""
+    """Give message i to a receive."""
     cdef End* mine = &f.ends[who]
     cdef Posted p = mine.posted[place]
     cdef Underway m = f.messages[i]
@@ -303,7 +307,7 @@ cdef Status take(Wires* f, int who, int place, int i) noexcept nogil:
         memcpy(p.buffer, content_of(&m), m.nbytes)
         p.transfer.handle = COMPLETE
     if mine.down[m.src] and not in_order(f, who, m.src):
-        f.optional = True                   # its last messages may arrive, or may not
+        f.optional = True                   # the last messages of a failed peer need not arrive
     if m.channel == CONTROL:
         tell(f, TAKES, who, m.src, (<Message*>p.buffer).kind, (<Message*>p.buffer).exchange)
         cover(f, who, m.src, (<Message*>p.buffer).kind)
@@ -324,14 +328,14 @@ cdef void forget_posted(End* mine, int place) noexcept nogil:
 
 
 cdef bint choice_release(Wire* wire, Transfer* t) noexcept nogil:
-    """Forget the transfer of a failed peer, now or when asked again; at the end also those of living ones."""
+    """Release a transfer with a failed peer, now or at a later call; when the engine ends, any receive."""
     cdef Wires* f = <Wires*>wire.own
     cdef End* mine = &f.ends[wire.rank]
     cdef Underway* m
     if not t.in_use:
         return True
     if not t.receives and t.handle != GIVEN and t.handle != COMPLETE and not mine.down[t.peer]:
-        return False                        # its receiver may still take it
+        return False                        # the receiver may still read the buffer
     if not (t.receives and t.peer == NOBODY) and not choose(f.choices, 2):
         return False
     if t.receives:
@@ -345,7 +349,7 @@ cdef bint choice_release(Wire* wire, Transfer* t) noexcept nogil:
 
 
 cdef void cut_off(Wires* f, int first) noexcept nogil:
-    """Neither this message nor a later one of its channel arrives."""
+    """Remove a message and all later ones of its channel: they do not arrive."""
     cdef Underway m = f.messages[first]
     cdef int i
     for i in range(f.nmessages - 1, first - 1, -1):
@@ -367,7 +371,7 @@ cdef int choice_next_failed(Wire* wire, bint look) noexcept nogil:
 
 
 cdef int open_transfers(Wires* f, int who) noexcept nogil:
-    """Receives that an engine has posted, and sends of it that are not complete."""
+    """Return how many receives and incomplete sends an engine has posted."""
     cdef int i, count = f.ends[who].nposted
     for i in range(f.nmessages):
         count += f.messages[i].src == who and f.messages[i].sending != NULL
@@ -387,7 +391,7 @@ cdef class ChoiceWire(AnyWire):
 
 
 cdef class ChoiceClock(AnyClock):
-    """The clock of one engine: time passes when the explorer says so."""
+    """The clock of one engine: time passes only when the explorer chooses it."""
 
 
 cdef ChoiceWire wire_of(Wires* f, int rank):

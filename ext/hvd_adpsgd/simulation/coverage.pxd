@@ -1,4 +1,4 @@
-# What came in which state of an exchange.
+# Counts of the messages, silences and failures of a peer, by the state of the exchange with the peer.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core

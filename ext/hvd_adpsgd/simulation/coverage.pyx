@@ -1,6 +1,6 @@
 # cython: language_level=3
-# Why compiled: it looks at an engine before every turn.
-"""What came in which state of an exchange: messages, a silence, a failure."""
+# Why compiled: it reads the state of an engine before every turn.
+"""Counts of the messages, silences and failures of a peer, by the state of the exchange with the peer."""
 
 from libc.stdint cimport int64_t
 
@@ -13,7 +13,7 @@ MESSAGES = ("ask", "yes", "no", "bye", "news", "bye seen", "cut", "cut seen", "r
 
 
 cdef void cover(int64_t* counts, Link* link, Core* e) noexcept:
-    """What the coming turn finds: a control message, failures."""
+    """Count what the next turn of an engine will find: a control message, failures of peers."""
     down = link.downs
     if e.control.listening.in_use and e.control.listening.status == PENDING \
             and e.control.listening.handle == COMPLETE:
@@ -35,7 +35,7 @@ cdef void covered(int64_t* counts, Core* e, int peer, int message, bint was_acti
 
 
 cdef object phase_of(Core* e):
-    """What the engine is in the middle of."""
+    """Return what the engine is doing, as text: states of its exchanges, a mean, leaving, paused."""
     cdef Exchange* x = e.pairs.running
     found = set()
     while x != NULL:
@@ -52,7 +52,7 @@ cdef object phase_of(Core* e):
 
 
 cdef int state_of(Exchange* x, bint parked) noexcept nogil:
-    """Index in STATES."""
+    """Return the state of an exchange, as an index of STATES."""
     if x.phase == ASKED:
         return 1
     if x.phase == RUNNING:

@@ -1,4 +1,4 @@
-# What happens in a small job.
+# The events of a small job.
 from hvd_adpsgd.simulation.choices cimport Choice
 from hvd_adpsgd.simulation.small_job cimport SmallJob
 

@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it takes the turns of the engines millions of times.
-"""What happens in a small job: turns, trainers' steps, crashes, time that passes."""
+"""The events of a small job: turns of engines, steps of trainers, crashes, and time that passes."""
 
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.loop cimport OVER, Rest, end_turns, turn
@@ -52,17 +52,17 @@ cdef int pass_deadline(SmallJob job, int who, bint rushed) except -1:
         before = digest_job(job)
         job.between.now_s[who] += TICK_S
         if digest_job(job) != before:
-            job.fail(SURVIVES, f"engine {who} waits for a deadline, and nothing was silent or has failed: "
-                      f"{job.describe()}")
+            job.fail(SURVIVES, f"engine {who} waits for a deadline, although no peer was silent or has "
+                     f"failed: {job.describe()}")
     else:
         job.between.now_s[who] += TICK_S
     job.learners[who].rushed += rushed
-    job.between.faulty |= job.learners[who].rushed > 1        # once is half of its time to leave: CUT, no more
+    job.between.faulty |= job.learners[who].rushed > 1    # one is half of its time to leave: only CUT
     return 0
 
 
 cdef bint waits_in_vain(SmallJob job, int i) noexcept:
-    """Whether an engine has announced the departure to those only that are over, and waits in half of its time to leave."""
+    """Whether an engine that leaves waits for answers only of peers that have ended."""
     cdef Membership* m = &job.learners[i].core.membership
     cdef int k, peer
     if not m.departing or m.end_at > 0:
@@ -96,7 +96,7 @@ cdef int take_turn(SmallJob job, int i) except -1:
 
 
 cdef int act(SmallJob job, int i) except -1:
-    """The next step of the script."""
+    """Take the next step of a trainer's script."""
     cdef Learner* a = &job.learners[i]
     cdef Core* e = a.core
     cdef Store chunks = job.stores[i]

@@ -1,4 +1,4 @@
-# All learn of a departure.
+# The check that all engines of a simulated job learn of each departure.
 from hvd_adpsgd.simulation.state cimport JobState
 
 cdef void departed(JobState job, int who, bint unheard)

@@ -1,18 +1,20 @@
 # cython: language_level=3
 # Why compiled: it reads the state of the engines.
-"""All learn of a departure: within a bound, every engine that stays knows of every one that has left.
+"""Check that within a bounded time every engine that stays knows of every engine that has left.
 
-What engine/departures.pyx promises. An engine ends when a listener that stays has its departure, or no peer that may be there
-has answered in half of the time that is left (`unheard`). Whoever stays and learns of a departure tells its listeners of
-it, as soon as they have answered its last message: after an answer and a message, so a hop takes three messages at
-most, with the turns of both sides. The first listener is the next engine that is there, so n hops reach all.
+This is what engine/departures.pyx promises. An engine ends when a listener that stays has its departure, or
+when no peer that may still run has answered within half of the time that it has to leave (`unheard`). An
+engine that stays and learns of a departure sends it to each of its listeners, once that listener has answered
+the last message: so a hop takes at most three messages, and the turns of both sides. The first listener is
+the next running engine, so n hops reach all engines.
 
-So it holds once there is calm for n hops: no engine is stopped, about to leave, or dead without its peers' knowledge, no link
-is cut, and none that stays waits for the answer of a listener that has ended. (Such a one is passed over when the wire
-reports its end. That several block each other so takes three departures at a time.) With calm the
-departure is lost only if all engines that knew of it have crashed, or have left unheard.
+The bound holds after n hops of calm: no engine is stopped, about to leave, or dead without its peers'
+knowledge, no link is cut, and no engine that stays waits for the answer of a listener that has ended. (The
+wire reports the end of such a listener, and the next one is chosen. Several engines can block each other in
+this way only if three depart at once.) Then a departure is lost only if all engines that knew of it have
+crashed, or have left unheard.
 
-A living peer that is taken for failed is told nothing: jobs with suspicions are not checked.
+A living peer that is taken for failed is sent no departures, so jobs with suspicions are not checked.
 """
 
 from hvd_adpsgd.engine.membership cimport Listener, Membership, has_departed
@@ -21,12 +23,12 @@ from hvd_adpsgd.simulation.state cimport NEVER, Actor, JobState
 
 ALL_LEARN = "invariant (all learn of a departure)"
 
-cdef double BEFORE = 64             # chunks on a link: those of two exchanges that run, and of some that are parked
-cdef double TURNS_S = 200e-6        # of both sides of a hop, times the slack: woken, and a few messages before
+cdef double BEFORE = 64             # chunks queued on a link, at most: of running and parked exchanges
+cdef double TURNS_S = 200e-6        # turns of both sides in a hop, s, to be multiplied by the slack
 
 
 cdef void departed(JobState job, int who, bint unheard):
-    """An engine has ended. `unheard`: it could not know whether a peer has its departure."""
+    """Record that an engine has left. `unheard`: it could not know whether a peer has its departure."""
     if unheard:
         job.unheard.add(who)
     job.learned_by = min(job.learned_by, job.net.now_s + spread_s(job))
@@ -34,17 +36,17 @@ cdef void departed(JobState job, int who, bint unheard):
 
 
 cdef void disturbed(JobState job, double until):
-    """There is no calm until then."""
+    """Record that there is no calm until that time."""
     job.calm_from = max(job.calm_from, until)
 
 
 cdef double spread_s(JobState job):
-    """In which a departure reaches all, in calm."""
+    """Return the longest time, in seconds, in which a departure reaches all engines in calm."""
     return 3 * job.n * (message_s(job) + TURNS_S * max(job.slack, 1.0))
 
 
 cdef double message_s(JobState job):
-    """That a message takes, at most; in a stream behind the chunks before it."""
+    """Return the longest time of a message, in seconds; in a stream it waits behind earlier chunks."""
     cdef Rules* rules = &job.net.rules
     cdef double late = LATE * ((rules.late > 0) + (rules.late_control > 0))
     cdef double chunks = job.given[0]["lane_nbytes"] * rules.bytes_scale / rules.bytes_per_s
@@ -52,7 +54,7 @@ cdef double message_s(JobState job):
 
 
 cdef int check_departures(JobState job) except -1:
-    """It is time: has everybody learned?"""
+    """If there was calm for long enough, check that all engines know all departures; else check later."""
     cdef int i
     if job.calm_from + spread_s(job) > job.net.now_s:
         job.learned_by = job.calm_from + spread_s(job)
@@ -79,7 +81,7 @@ cdef bint knows(JobState job, int i, int gone) noexcept:
 
 
 cdef bint calm(JobState job) noexcept:
-    """Whether nobody is stopped or between its departure and its end, or waits for one that has ended."""
+    """Whether no engine is stopped, is leaving, or waits for the answer of a listener that has ended."""
     cdef int i
     for i in range(job.n):
         if job.actors[i].dead or job.actors[i].over or job.actors[i].absent:
@@ -101,7 +103,7 @@ cdef bint is_blocked(JobState job, int i) noexcept:
 
 
 cdef int check_known(JobState job, int gone) except -1:
-    """Every engine that stays knows of it, or none does and those that knew could tell nobody."""
+    """Check that all engines that stay know a departure, or none if those that knew it cannot send it on."""
     cdef int i, first = job.actors[gone].first
     cdef bint excused = gone in job.unheard
     known, unknown = [], []
@@ -111,6 +113,6 @@ cdef int check_known(JobState job, int gone) except -1:
         elif i != gone and knows(job, i, gone):
             excused |= job.actors[i].dead or i in job.unheard
     if unknown and (known or not excused):
-        job.fail(ALL_LEARN, f"engine {gone} has left at {job.actors[gone].over_at - 1:.6f} s; of those that stay, "
-                 f"{known} know it and {unknown} do not")
+        job.fail(ALL_LEARN, f"engine {gone} has left at {job.actors[gone].over_at - 1:.6f} s; of the engines "
+                 f"that stay, {known} know that and {unknown} do not")
     return 0

@@ -1,4 +1,4 @@
-# Digests of the state of engines and messages, and the set of those that have been seen.
+# Digests of the states of engines and messages, and the set of digests that have been seen.
 from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
@@ -6,12 +6,12 @@ from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.simulation.choices cimport Wires
 
 cdef enum:
-    LANE_NBYTES = 8         # a chunk is one number
+    LANE_NBYTES = 8         # a chunk of a small job is one float64
 
-cdef double TICK_S          # the time that passes; of deadlines, one or two of them are over
-cdef double PAUSE_S         # ... for an answer to a departure: after one the engine has no more patience
+cdef double TICK_S          # the time that passes in a DEADLINE: a deadline is over after one or two of them
+cdef double PAUSE_S         # the time that passes in a PAUSE: more than an engine waits for an answer to BYE
 
-cdef struct Seen:
+cdef struct Seen:           # a hash set of digests
     uint64_t* slots         # 0: free
     int64_t room            # a power of two
     int64_t count

@@ -1,9 +1,10 @@
 # cython: language_level=3
 # Why compiled: it reads the structs of engines, millions of times.
-"""Digests of all that an engine, its store and the messages between engines can depend on.
+"""Digests of all state that the future of an engine, its store and the messages between engines depends on.
 
-Two states with one digest are taken for one. Left out is what no engine asks for again: counters, stale buffers, times
-but for how many deadlines they lie back, and whether an answer to a departure has come at once.
+Two states with the same digest count as one. A digest leaves out what no engine reads again: counters and
+stale buffers. Of times it contains only how many deadlines have passed since, and whether an answer to a
+departure came at once.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -18,7 +19,7 @@ from hvd_adpsgd.simulation.choices cimport Underway, Wires, content_of
 from hvd_adpsgd.simulation.digests cimport *
 
 TICK_S = 0.6
-PAUSE_S = 0.041             # a little more than PATIENCE of engine/departures.pyx; a few of them are no tick
+PAUSE_S = 0.041             # a little more than PATIENCE of engine/departures.pyx, and a small part of a tick
 
 
 cdef inline uint64_t mixed_transfer(uint64_t h, Transfer* t) noexcept nogil:
@@ -26,13 +27,13 @@ cdef inline uint64_t mixed_transfer(uint64_t h, Transfer* t) noexcept nogil:
 
 
 cdef int age(Core* e, double since) noexcept nogil:
-    """How often time has passed since then; more than twice is like twice."""
+    """Return how many ticks have passed since a time; 2 for more."""
     cdef double ticks = (e.clock.now(e.clock) - since) / TICK_S + 0.5
     return <int>min(max(ticks, 0.0), 2.0)
 
 
 cdef bint is_recent(Core* e, double since) noexcept nogil:
-    """No time has passed since then."""
+    """Whether no pause and no tick has passed since a time."""
     return e.clock.now(e.clock) - since < PAUSE_S / 2
 
 
@@ -48,7 +49,7 @@ cdef uint64_t digest_exchange(Core* e, Exchange* x) noexcept nogil:
     for i in range(LANES):
         if x.lanes[i].busy and x.phase != BROKEN:
             h = digest_lane(h, &x.lanes[i])
-        elif x.phase == BROKEN:             # of its lanes only what the wire may still use counts
+        elif x.phase == BROKEN:             # only transfers that the wire may still use count
             h = mixed_transfer(mixed_transfer(h, &x.lanes[i].sending), &x.lanes[i].receiving)
     return h
 
@@ -79,7 +80,7 @@ cdef uint64_t digest_pairs(Core* e) noexcept nogil:
 
 
 cdef uint64_t digest_control(Core* e) noexcept nogil:
-    """Letters whose sends are not complete."""
+    """Return a digest of the control messages whose sends are not complete, and of the receive."""
     cdef Letter* letter = e.control.outgoing
     cdef uint64_t h = 5
     while letter != NULL:
@@ -104,13 +105,13 @@ cdef uint64_t digest_membership(Core* e) noexcept nogil:
 
 
 cdef uint64_t digest_listener(Core* e, uint64_t before, Listener* listener) noexcept nogil:
-    """The time of its last message counts while its answer is due."""
+    """Add a listener to a digest; the time of our last message counts only until the listener answers."""
     cdef uint64_t h = mixed(mixed(before, listener.peer), (<uint64_t>listener.sent << 16) + listener.acknowledged)
     return mixed(h, listener.acknowledged < listener.sent and is_recent(e, listener.told_at))
 
 
 cdef int pauses_until(Core* e, double until) noexcept nogil:
-    """How often a pause must pass until then."""
+    """Return how many pauses must pass until a time."""
     cdef double left = until - e.clock.now(e.clock)
     return <int>(left / PAUSE_S) + 1 if left > 0 else 0
 
@@ -123,7 +124,7 @@ cdef uint64_t digest_mailbox(Core* e) noexcept nogil:
 
 
 cdef uint64_t digest_memory(Core* e) noexcept nogil:
-    """What a snapshot, a merge or the trainer can read."""
+    """Return a digest of what a snapshot, a merge or the trainer can read in a store."""
     cdef uint64_t h = mixed(17, e.memory.open)
     cdef Chunk* chunk
     cdef int c, s
@@ -139,7 +140,7 @@ cdef uint64_t digest_memory(Core* e) noexcept nogil:
 
 
 cdef uint64_t digest_messages(Wires* f) noexcept nogil:
-    """The order of channels does not count, that in a channel does."""
+    """Return a digest of the messages in flight: their order counts within each channel only."""
     cdef uint64_t total = 0, h
     cdef Underway* m
     cdef int i, k, before
@@ -155,14 +156,14 @@ cdef uint64_t digest_messages(Wires* f) noexcept nogil:
 
 
 cdef uint64_t digest_engine(Core* e) noexcept nogil:
-    """Its owners but the store."""
+    """Return a digest of an engine's state without its store."""
     return mixed(mixed(mixed(digest_pairs(e), digest_control(e)), digest_membership(e)), digest_mailbox(e))
 
 
-# ---- those that have been seen -------------------------------------------------------------
+# ---- digests that have been seen -----------------------------------------------------------
 
 cdef bint add_seen(Seen* s, uint64_t digest) noexcept nogil:
-    """True if it was not there."""
+    """Add a digest to the set. Return whether it was not in it."""
     cdef int64_t i
     digest += digest == 0
     if 2 * s.count >= s.room:

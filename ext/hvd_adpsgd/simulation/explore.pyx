@@ -1,11 +1,11 @@
 # cython: language_level=3
-# Why compiled: it goes through millions of states.
-"""Every interleaving of a few engines: a depth-first search through the states of a small job.
+# Why compiled: it visits millions of states.
+"""Exploration of every interleaving of a few engines: a depth-first search through the states of a small job.
 
-The engines are those that train. Their state is not copied: a path of choices leads to a state, and is taken again
-from the beginning for each of its other ways on. What has been seen is known by a digest of 64 bits of all that an
-engine, its store, its trainer and the network can depend on. Time passes when nothing else can happen, and a given
-number of times before.
+The engines are those that also train. Their state is not copied: a path of choices leads to a state, and is
+repeated from the beginning for each further option in that state. A state is recognised by a 64-bit digest of
+all that the future of an engine, its store, its trainer and the network depends on. Time passes when no other
+event is possible, and a given number of times before.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -25,14 +25,14 @@ SURVIVES = "promise 4 (survives)"
 ENDS_ALL = "promise 6 (ends)"
 
 cdef enum:
-    SAMPLE = 64             # one of so many states is compared when it is reached again
+    SAMPLE = 64             # one of so many states has its next states compared when it is reached again
 
 
 cdef class Explorer(SmallJob):
-    """The search through the states of a job; arguments as of SmallJob."""
+    """A search through all states of a small job; arguments as for SmallJob."""
 
     cdef Seen seen
-    cdef int at                 # position of the choice of the last state
+    cdef int at                 # position in the path of the last choice with `state`
     cdef readonly int64_t states
     cdef readonly int64_t transitions
     cdef int64_t runs
@@ -46,7 +46,7 @@ cdef class Explorer(SmallJob):
         free(self.seen.slots)
 
     cdef int run(self) except -1:
-        """Take the path again, and go on until a state has been seen before."""
+        """Repeat the path from the beginning, and extend it until it reaches a state that was seen before."""
         cdef Choices* c = &self.choices
         cdef int known
         self.reset()
@@ -63,7 +63,7 @@ cdef class Explorer(SmallJob):
             happen(self, &c.made[self.at])
 
     cdef int arrived(self) except -2:
-        """In a state at the end of the path: -1 if nothing new begins here."""
+        """Process the state at the end of the path. Return -1 if the path ends here."""
         cdef Choices* c = &self.choices
         cdef uint64_t digest = digest_job(self)
         cdef Choice* before = &c.made[self.at] if self.at >= 0 else NULL
@@ -71,7 +71,7 @@ cdef class Explorer(SmallJob):
             self.transitions += not before.again
             before.nexts += mixed(37, digest)
             if digest == before.digest:
-                if not self.advance(self.at):       # nothing has changed: the next way on begins here, too
+                if not self.advance(self.at):       # nothing has changed: take the next option at once
                     return -1
                 c.next_one = self.at
                 return 0
@@ -95,7 +95,9 @@ cdef class Explorer(SmallJob):
         return 0 if self.open_state(digest) else -1
 
     cdef bint open_state(self, uint64_t digest):
-        """The choice of what happens next. False if nothing can: all have ended."""
+        """Append the choice of the next event to the path.
+
+        Return False if no event is possible: all have ended."""
         cdef Choice* made
         cdef int timed, deadlines, options
         options = self.list_options(&timed, &deadlines)
@@ -112,21 +114,24 @@ cdef class Explorer(SmallJob):
         return True
 
     cdef int check_cycle(self, uint64_t digest) except -1:
-        """No state leads back to itself: then whoever waits does so for ever, or the search has forgotten something."""
+        """Check that the path does not lead back to a state on it.
+
+        If it does, an engine can wait for ever, or the digest lacks a part of the state."""
         cdef int k
         for k in range(self.at):
             if self.choices.made[k].state and self.choices.made[k].digest == digest:
-                self.fail(ENDS_ALL, f"a way leads back to a state: {self.describe()}")
+                self.fail(ENDS_ALL, f"a path leads back to a state on it: {self.describe()}")
         return 0
 
     def explore(self, progress=None, int64_t every=20000):
-        """Every state.
+        """Visit every state.
 
         Args:
-            progress: called with this, after so many runs each.
+            progress: called with this Explorer after every `every` runs.
+            every: runs between two calls of `progress`.
 
         Raises:
-            BrokenPromise: with the story of the path that leads there.
+            BrokenPromise: if a promise is broken, with the story of the path that leads there.
         """
         cdef bint more = True
         try:
@@ -142,7 +147,7 @@ cdef class Explorer(SmallJob):
             self.drop()
 
     cdef bint advance(self, int least) except -1:
-        """The next path that differs from this one at `least` or later; False if there is none."""
+        """Change the path to the next one that differs from position `least` on; False if there is none."""
         cdef Choices* c = &self.choices
         cdef Choice* last
         while c.count > least:
@@ -158,23 +163,26 @@ cdef class Explorer(SmallJob):
         return False
 
     cdef int compare(self, Choice* state) except -1:
-        """Of a sample: a state reached on another way has the same next ones, so the digest has forgotten nothing."""
+        """Check, for a sample of states, that a state has the same next states when another path reaches it.
+
+        If not, the digest lacks a part of the state."""
         cdef uint64_t found = state.nexts
         if not state.again:
             self.nexts[state.digest] = found
         else:
             self.compared += 1
             if self.nexts.pop(state.digest) != found:
-                self.fail("the explorer", "two ways lead to one digest, and go on to different ones")
+                self.fail("the explorer", "two paths lead to states with the same digest, and their next "
+                          "states differ")
         return 0
 
     @property
     def deepest(self):
-        """Choices of the longest path."""
+        """The number of choices in the longest path."""
         return self.choices.deepest
 
     def told(self):
-        """The story of the path."""
+        """Repeat the path, and return its story as a list of lines."""
         self.story = <Line*>calloc(MOST_LINES, sizeof(Line))
         try:
             self.run()
@@ -184,7 +192,10 @@ cdef class Explorer(SmallJob):
 
 
 cdef bint permitted(Choice* made) noexcept nogil:
-    """Whether a state has its next option: time passes when nothing else can happen, or when it is to."""
+    """Whether the next option of a choice may be taken.
+
+    In a state, time may pass only if no other event is possible, or if early retries or deadlines are
+    left."""
     cdef int option = made.taken + 1
     if not made.state or option < made.timed:
         return True

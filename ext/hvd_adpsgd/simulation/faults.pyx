@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it changes the state of engines and of the network.
-"""Faults of a simulated job, and how engines notice that a process has ended."""
+"""Faults of a simulated job, and when each engine notices that a process has ended."""
 
 from libc.stdint cimport uintptr_t
 
@@ -16,9 +16,9 @@ from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
           "suspect", "join", "break")
 
-cdef double UNKNOWN_S = 5.0         # at most, from the end of an engine to that of its process
-cdef double UNREACHED_S = 2.5       # a peer that is dialed for longer has failed
-cdef double FLUSH_S = 0.5           # after its engine has left, a process waits so long for a connection that it dials
+cdef double UNKNOWN_S = 5.0         # longest time from the end of an engine to the end of its process
+cdef double UNREACHED_S = 2.5       # a peer that has been dialed for longer counts as failed
+cdef double FLUSH_S = 0.5           # how long a process still dials connections after its engine has left
 
 cdef enum:
     CRASH = 0
@@ -83,7 +83,9 @@ cdef int struck(JobState job, int which) except -1:
 
 
 cdef void break_connections(JobState job, int process, int other, double seconds):
-    """The connections between two processes end, and are dialed again; for too long, where a peer may be taken for failed."""
+    """End the connections between two processes, which dial again within `seconds`.
+
+    If that takes longer than UNREACHED_S, one takes the other for failed (not in jobs with means)."""
     cdef int i, j
     if seconds > UNREACHED_S and job.means is None:
         job.faults.append((SUSPICION, process, (other,)))
@@ -96,14 +98,14 @@ cdef void break_connections(JobState job, int process, int other, double seconds
 
 
 cdef bint are_connected(JobState job, int i, int j):
-    """Whether both engines run, and are peers."""
+    """Whether two engines run, and are peers."""
     cdef Actor* a = &job.actors[i]
     cdef Actor* b = &job.actors[j]
     return i != j and a.first == b.first and not (a.dead or a.over or b.dead or b.over)
 
 
 cdef void dialed_again(JobState job, int at):
-    """The connection of a stream, unless one of both is gone, or the peer is taken for failed."""
+    """Open the connection of stream `at` again, unless an engine is gone, or the peer is taken for failed."""
     cdef int i = at // job.net.n, j = at % job.net.n
     cdef Actor* a = &job.actors[i]
     if (a.dead or (a.over and job.net.now_s > a.over_at + FLUSH_S) or job.actors[j].dead or job.actors[j].over
@@ -114,7 +116,7 @@ cdef void dialed_again(JobState job, int at):
 
 
 cdef void suspected(JobState job, int who, int peer):
-    """The wire reports a living peer as failed: it gives up the connection, and the peer notices that."""
+    """Let an engine's wire take a living peer for failed and close the connection; the peer notices that."""
     if peer < 0 or job.actors[peer].dead or job.actors[peer].over or job.actors[peer].first != job.actors[who].first:
         return
     job.suspected |= {(who, peer), (peer, who)}
@@ -123,7 +125,7 @@ cdef void suspected(JobState job, int who, int peer):
 
 
 cdef void cut_off(JobState job, int kind, int who, arguments):
-    """Messages on some ways are late."""
+    """Delay messages between some processes until the end of a fault: cut, sever or partition."""
     cdef double until = job.net.now_s + arguments[1]
     cdef int i, j
     if kind == PARTITION:
@@ -139,7 +141,7 @@ cdef void cut_off(JobState job, int kind, int who, arguments):
 
 
 cdef void stopped(JobState job, int process):
-    """With all of its engines: one that a trainer has left may not have ended."""
+    """Stop a process with all of its engines: an engine that its trainer no longer uses may still run."""
     cdef int i
     for i in range(job.n):
         if job.actors[i].process == process:
@@ -178,7 +180,9 @@ cdef int crashed(JobState job, int process) except -1:
 
 
 cdef void report(JobState job, int who):
-    """Each engine notices the end of a process at a time of its own; after its last messages, if it ends in order."""
+    """Schedule when each peer notices the end of an engine's process.
+
+    The times are random; if the process ends in order, after its last messages have arrived."""
     cdef int i
     cdef double at
     cdef int first = job.actors[who].first
@@ -191,9 +195,10 @@ cdef void report(JobState job, int who):
 
 
 cdef void notice(JobState job, int i, int who):
-    """Engine i finds that the process of another one has ended.
+    """Let engine i notice that the process of engine `who` has ended.
 
-    A process that ends in order waits until its departure is known (lifecycle/shutdown), at most UNKNOWN_S."""
+    A process that ends in order waits until its departure is known (lifecycle/shutdown), at most UNKNOWN_S:
+    then engine i notices its end later."""
     cdef Actor* a = &job.actors[who]
     if (not a.dead and not job.actors[i].over and job.actors[i].core.membership.states[who - a.first] < LEFT
             and job.net.now_s < a.over_at + UNKNOWN_S and (i, who) not in job.suspected):

@@ -1,9 +1,9 @@
 # cython: language_level=3
 # Why compiled: it takes the turns of the engines, and reads their state after each.
-"""A job of many engines in one process, in virtual time: trainers, faults, and a check of the promises.
+"""A simulated job of many engines in one process and in virtual time: trainers, faults, checks of promises.
 
-Everything that happens is an entry of the network's calendar: a message arrives, an engine takes a turn, a trainer
-acts, a fault strikes. One thread, no real time: the same seed gives the same run on every machine.
+Each event is an entry of the network's calendar: a message arrives, an engine takes a turn, a trainer acts, a
+fault happens. All run in one thread and without real time: the same seed gives the same run on every machine.
 """
 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
@@ -35,25 +35,28 @@ DOINGS = ("step", "meet", "wait", "rest", "done", "mean", "fresh", "come", "take
 
 
 cdef class Job(JobState):
-    """n engines with their trainers.
+    """A simulated job: n engines with their trainers.
 
     Args:
-        network: of as many engines.
-        seed: of the trainers' times and of the turns.
-        slack: turns are up to this many times later than an engine asks for.
-        tables: per engine the table (rounds, 2) of whom it asks and who asks it, or None; a round every `period` steps.
-        means: in place of them means of all: "replace" the models, or "add" the difference; None for none.
-        after: a trainer waits for its round at once, and not at the end of its next step.
-        warm_up: steps without rounds.
-        detect_s: a failure is noticed by each engine within that time.
-        still: trainers change no model, so that the exchanges alone show.
-        look_s: between polls while nothing has arrived, at least: messages wake an engine.
-        checks: look after every turn whether the promises hold.
-        trace: keep what happens, for `story` and `timeline`.
-        chunk_s: that an engine works on a chunk.
-        max_staleness: the option, 0 for none.
-        reports_s: engines exchange reports, with a message each so often; 0: none.
-        exchange_share: the option.
+        network: the network of n engines.
+        seed: seed of the random times of trainers and turns.
+        slack: an engine's pauses between turns take up to this many times as long as it wants.
+        tables: for each engine an array (rounds, 2): the peer that it asks, and the peer that asks it; None:
+            no rounds.
+        period: steps from round to round.
+        means: rounds are means of all models: "replace" replaces the models, "add" adds the difference; None:
+            no means.
+        after: whether a trainer waits for its round at once; else after the computation of its next step.
+        warm_up: steps before the first round.
+        detect_s: longest time until an engine notices a failure, s.
+        still: trainers do not update their models, so that only exchanges change them.
+        look_s: shortest pause between polls while nothing arrives, s; messages wake an engine earlier.
+        checks: check after every turn that the promises hold.
+        trace: record events, for `story` and `timeline`.
+        chunk_s: how long an engine works on a chunk, s.
+        max_staleness: the option of that name; 0: no bound.
+        reports_s: seconds between an engine's messages with reports; 0: no reports.
+        exchange_share: the option of that name.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
@@ -97,7 +100,11 @@ cdef class Job(JobState):
     def add(self, schedule, double weight, double rate, bint offered_only, model, int later, int dtype, int wire_type,
             int64_t lane_nbytes, int64_t steps, double step_s, double spread, double node_s, double deadline_s,
             double leave_deadline_s):
-        """One more engine, of rank 0, 1, ...; `model`: array (chunks, elements), of which `later` chunks come later."""
+        """Add the engine of the next rank; the fault extend adds the last `later` chunks of `model` later.
+
+        Args:
+            model: array (chunks, elements).
+        """
         cdef int rank = len(self.loops)
         cdef Actor* a = &self.actors[rank]
         cdef Make how = [weight, rate, offered_only, dtype, wire_type, lane_nbytes, node_s > 0, deadline_s, leave_deadline_s]
@@ -112,7 +119,7 @@ cdef class Job(JobState):
             self.expected = model + (np.zeros(model.shape, np.float64) if self.expected is None else self.expected)
 
     def share(self, hosts, int64_t lane_nbytes, bint shown=False):
-        """Engines with the same number in `hosts` share memory; `shown`: and read each other's models where they lie."""
+        """Let engines with the same number in `hosts` share memory, and with `shown` read their models."""
         self.hosts = list(hosts)
         share_memory(self, 0, self.n, lane_nbytes)
         self.shown = shown
@@ -121,35 +128,39 @@ cdef class Job(JobState):
             show_models(self, 0, self.n)
 
     def expect(self, plan):
-        """One more super learner may come, where `strike` says so, and be let in.
+        """Allow one more super learner to join the job, at a fault "join" (see `strike`).
 
         Args:
-            plan: of the super learners of these numbers, in a job of so many: for each whom it asks, the weight and its
-                table of rounds, by place among them.
+            plan: function of (ranks, size): ranks of the super learners after the admission, and size of the
+                job; returns for each of them (schedule, weight, table of rounds), with peers as indices of
+                `ranks`.
         """
         self.processes = self.n + 1
         self.admission = Admission(self.n, plan)
 
     def strike(self, double at, kind, int who, *arguments):
-        """A fault at that time.
+        """Schedule a fault of process `who`, `at` seconds from now.
 
-        crash, leave, fail (leaves as failed), pause, unfit, extend; stop (seconds); slow (factor); cut: what it sends to a peer is late (peer,
-        seconds); sever: both ways (peer, seconds); partition: between it with others and the rest (others, seconds); suspect: it takes a
-        living peer for failed (peer); break: connections with a peer end, and are dialed again (peer, seconds), of a network with streams; join: a newcomer is let in, with the number `who`: of one that has failed, or the
-        next one (see `expect`).
+        Kinds, with their arguments: crash; stop (seconds); slow (factor of the step's time); leave; fail:
+        leave as failed; pause: pause averaging before the next step; unfit: offer a model that is not finite;
+        extend: add the later chunks; cut (peer, seconds): messages to it are late; sever (peer, seconds):
+        messages in both directions are late; partition (others, seconds): messages between `who` with the
+        others and the rest are late; suspect (peer): take a living peer for failed; break (peer, seconds), in
+        a network with streams: the connections with the peer end, and are dialed again; join (see `expect`):
+        a super learner joins with the rank `who`, that of a failed one or the next one.
 
         Raises:
-            ConfigError: if there is no such engine.
+            ConfigError: if there is no such process.
         """
         in_bound("strike: the engine", who, (0, self.processes - 1))
         self.faults.append((FAULTS.index(kind), who, arguments))
         enter(self.net, self.net.now_s + at, STRIKE, len(self.faults) - 1, NULL)
 
     def run(self, double seconds, int64_t limit=2000000):
-        """Let it happen until all engines are over, at most so many virtual seconds and events.
+        """Run the job until all engines have ended, at most for `seconds` of virtual time and `limit` events.
 
         Raises:
-            BrokenPromise: as soon as one is broken.
+            BrokenPromise: as soon as a promise is broken.
         """
         cdef int i
         self.begin()
@@ -163,7 +174,7 @@ cdef class Job(JobState):
             take_back(self.actors[i].core)
 
     def run_for(self, double seconds):
-        """Let it happen for so many virtual seconds more."""
+        """Run the job for `seconds` more of virtual time."""
         if self.ends == 0:
             self.begin()
             self.ends = self.net.now_s
@@ -184,7 +195,7 @@ cdef class Job(JobState):
         self.net.now_s = max(self.net.now_s, entry.at)
         self.happened += 1
         self.happen(&entry)
-        while self.net.nwoken:              # transfers of theirs are complete
+        while self.net.nwoken:              # engines of which transfers have completed
             self.net.nwoken -= 1
             who = self.net.woken[self.net.nwoken]
             self.net.links[who].woken = False
@@ -225,7 +236,7 @@ cdef class Job(JobState):
         if message.lost or self.actors[i].dead:
             return
         if message.post != NULL and self.actors[i].over:
-            message.lost = True             # nobody reads it
+            message.lost = True             # the receiver has ended
             return
         if message.post != NULL:
             came(self.net, message)
@@ -262,12 +273,14 @@ cdef class Job(JobState):
             self.turn_at(i, self.net.now_s + pause * between(&self.chance, 0.1, 1.5))
         elif pause == 0:
             self.turn_at(i, self.net.now_s + 2e-6 * between(&self.chance, 1, self.slack))
-        else:                               # what arrives wakes it
+        else:                               # a message that arrives wakes the engine earlier
             self.turn_at(i, self.net.now_s + max(pause, self.look_s) * between(&self.chance, 1, self.slack))
         return 0
 
     def hold(self, int i):
-        """During some turns a trainer on the host is at a chunk: its version is odd. Returns the version."""
+        """In some turns let a trainer on the same host be changing a chunk: make its version odd.
+
+        Return a view of the version; None in other turns."""
         cdef int j = draw(&self.chance) % self.n
         if j == i or self.hosts[i] != self.hosts[j] or self.actors[i].first != self.actors[j].first or draw(&self.chance) % 2:
             return None
@@ -277,7 +290,7 @@ cdef class Job(JobState):
         return version
 
     cdef int ended(self, int i) except -1:
-        """The engine has left: its process ends."""
+        """Process the end of an engine that has left; its process ends unless it uses another engine."""
         end_turns(self.actors[i].core)
         self.actors[i].over = True
         self.actors[i].over_at = self.net.now_s
@@ -290,12 +303,12 @@ cdef class Job(JobState):
         return 0
 
     def covering(self):
-        """How often each message, silence or failure came in each state of the exchange with that peer."""
+        """Return how often each message, silence or failure came in each state of an exchange."""
         return {(STATES[i // NMESSAGES], MESSAGES[i % NMESSAGES]): self.coverage[i]
                 for i in range(NSTATES * NMESSAGES) if self.coverage[i]}
 
     def describe(self):
-        """Each engine in a line."""
+        """Return the state of each engine as text."""
         out = []
         for i in range(self.n):
             a = self.actors[i]
@@ -305,7 +318,7 @@ cdef class Job(JobState):
         return "; ".join(out)
 
     def summary(self):
-        """Numbers of the run: time, events, exchanges, chunks, steps by engine."""
+        """Return a dict of the run's virtual time, events, exchanges, chunks, and steps by process."""
         cdef int i
         names = ("exchanges", "chunks", "parked", "broken", "void", "means", "turns")
         total = dict.fromkeys(names, 0)
@@ -318,13 +331,13 @@ cdef class Job(JobState):
                 "dead": [bool(self.actors[i].dead) for i in self.seats if i >= 0]}
 
     def exchanges_of(self):
-        """Exchanges that are over, asked and served, by engine."""
+        """Return how many exchanges each engine has finished, active and passive ones."""
         cdef int i
         return [self.actors[i].core.mailbox.counters.exchanges_active + self.actors[i].core.mailbox.counters.exchanges_passive
                 for i in range(self.n)]
 
     def staleness(self):
-        """How many chunks were merged so many steps after their snapshot, 0 to 62 steps, and more."""
+        """Return the histogram of staleness: chunks merged 0 to 62 steps after their snapshot, and more."""
         cdef int i, k
         found = [0] * HISTOGRAM
         for i in range(self.n):
@@ -333,7 +346,7 @@ cdef class Job(JobState):
         return found
 
     def traffic(self):
-        """(bytes that have left its link, messages, peers it has exchanged with) of each engine."""
+        """Return (bytes sent, messages sent, peers with which it has exchanged) for each engine."""
         cdef int i, j, peers
         out = []
         for i in range(self.n):
@@ -344,11 +357,11 @@ cdef class Job(JobState):
         return out
 
     def model(self, int i):
-        """The model of an engine with the corrections that it lacks."""
+        """Return the model of an engine, with the corrections that it lacks added."""
         total = np.zeros(self.models[i].shape, np.float64)
         add_model(self, i, total)
         return total
 
     def loop_of(self, int i):
-        """The engine of a rank."""
+        """Return the Loop of engine `i`."""
         return self.loops[i]

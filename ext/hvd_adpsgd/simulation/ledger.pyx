@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: every chunk that an engine merges passes through it.
-"""Promises 1 and 8 of a job, as a ledger: which side has merged which chunk, which means and decisions there were."""
+"""A ledger that checks promises 1 and 8: chunks that each side has merged, and all means and decisions."""
 
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
@@ -14,7 +14,7 @@ ONE_DECISION = "promise 8 (one decision)"
 
 
 class BrokenPromise(Exception):
-    """A promise or an invariant does not hold: which one, and what shows it."""
+    """A promise or an invariant does not hold; the message names it, and what shows that."""
 
     def __init__(self, promise, what):
         super().__init__(f"{promise}: {what}")
@@ -22,7 +22,7 @@ class BrokenPromise(Exception):
 
 
 cdef class Ledger:
-    """Chunks that one side has merged and the other has not yet, and what all must have alike."""
+    """Chunks that only one side of an exchange has merged so far, and results that all engines must share."""
 
     def __cinit__(self):
         self.means, self.decisions, self.abandoned = {}, {}, set()
@@ -31,7 +31,7 @@ cdef class Ledger:
         free(self.halves)
 
     cdef int merged(self, int i, int peer, Event* event) except -1:
-        """Every chunk is merged by both sides, from the same two models, or by neither."""
+        """Record a chunk that engine i has merged; check that both sides merge it once, and equally."""
         cdef Half half
         cdef Half* other
         half.asker, half.server = (i, peer) if event.asked else (peer, i)
@@ -44,8 +44,8 @@ cdef class Ledger:
         if other.by == i:
             raise BrokenPromise(NOTHING_LOST, f"engine {i} has merged {where} twice")
         if other.square != half.square:
-            raise BrokenPromise(NOTHING_LOST, f"{where}: the two sides have merged other models (squared distances "
-                                f"{other.square!r} and {half.square!r})")
+            raise BrokenPromise(NOTHING_LOST, f"{where}: the two sides have merged different models (squared "
+                                f"distances {other.square!r} and {half.square!r})")
         self.count -= 1
         other[0] = self.halves[self.count]
         return 0
@@ -68,7 +68,9 @@ cdef class Ledger:
         self.count += 1
 
     cdef int check_halves(self, object dead, object suspected=()) except -1:
-        """At the end: a side may lack the chunks in flight, if it has crashed, was silent to the end, or one of the two
+        """Check, at the end of a run, that both sides have merged each chunk.
+
+        A side may lack the chunks in flight if it has crashed, was silent to the end, or one of the two sides
         has taken the other for failed (`suspected`: pairs of engine and peer)."""
         cdef int64_t h
         cdef Half* half
@@ -79,7 +81,7 @@ cdef class Ledger:
             if not (dead[half.asker] or dead[half.server] or (half.asker, half.server) in suspected
                     or (half.asker, half.server, half.number) in self.abandoned):
                 raise BrokenPromise(NOTHING_LOST, f"only engine {half.by} has merged chunk {half.chunk} of {where}, "
-                                    "and both live")
+                                    "and both engines live")
             key = (half.asker, half.server, half.number, half.by)
             count[key] = count.get(key, 0) + 1
             if count[key] > LANES:
@@ -87,7 +89,7 @@ cdef class Ledger:
         return 0
 
     cdef double allowed(self, int chunk) noexcept:
-        """How far the sum of a chunk may be off for chunks that one side alone has merged."""
+        """Return the largest error of the sum of a chunk over all models that one-sided merges can cause."""
         cdef int64_t h
         cdef double total = 0
         for h in range(self.count):
@@ -96,7 +98,7 @@ cdef class Ledger:
         return total
 
     cdef int same(self, dict seen, object key, object found, str what) except -1:
-        """What all engines must find alike: the first one's stands."""
+        """Check that a result equals that of the first engine that found it."""
         first = seen.setdefault(key, found)
         if first != found:
             raise BrokenPromise(ONE_DECISION, f"{what} {key} is {found!r} on one engine and {first!r} on another")

@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it frees what compiled engines have allocated.
-"""What an engine keeps for a wire that might still use it. A simulated wire that is over uses nothing."""
+"""Buffers that an engine keeps because its wire may still use them: after a simulation they can be freed."""
 
 from libc.stdlib cimport free
 
@@ -8,7 +8,7 @@ from hvd_adpsgd.engine.core cimport Core, Exchange, Letter, Sums
 
 
 cdef void take_back(Core* e) noexcept:
-    """Free what an engine has left to its wire, which uses nothing any more."""
+    """Free the buffers that an ended engine has kept for its wire, which uses none any more."""
     cdef Exchange* x
     cdef Sums* sums
     while e.pairs.running != NULL:

@@ -7,128 +7,128 @@ from hvd_adpsgd.engine.wire cimport AnyClock, AnyWire, Clock, Status, Transfer, 
 
 cdef enum:
     MOST_TORN = 64
-    OPEN = 0                # of a transfer's handle
+    OPEN = 0                # values of a transfer's handle
     COMPLETE = 1
     LOST = 2
     OVERLONG = 3
 
 cdef struct Net
 
-cdef struct Envelope:       # a message that its receiver has not taken
+cdef struct Envelope:       # a message that is sent, and not received
     int src
     int dst
     int channel
     int nbytes
     const void* source      # the sender's buffer, or `copy`
-    void* copy              # of an eager message
-    Transfer* sending       # NULL: complete
-    Post* post              # of a stream: what it reads when it arrives
-    double arrives
+    void* copy              # of an eager message; else NULL
+    Transfer* sending       # NULL: the send is complete
+    Post* post              # of a stream: the post whose buffer is read when the message arrives
+    double arrives          # when it arrives
     bint arrived
-    bint lost               # with its sender, or its connection
-    Envelope* next_one      # to the same receiver, in the order of sends
+    bint lost               # it does not arrive, because its sender crashed or its connection ended
+    Envelope* next_one      # the next message to the same receiver, in the order of sends
 
-cdef struct Posted:         # a receive that is not matched
+cdef struct Posted:         # a pending receive
     Transfer* transfer
     void* buffer
     int nbytes
     int src
     int channel
-    bint down               # reported as failed, not released: late bytes may still be written to it
+    bint down               # its peer has failed, and it is not released: its buffer may still be written to
     Posted* next_one
 
-cdef struct Down:           # a peer that has failed, as one engine's wire knows
+cdef struct Down:           # a peer that one engine's wire takes for failed
     int peer                # rank
-    bint told               # by next_failed
+    bint told               # next_failed has returned it
     Down* next_one
 
-cdef struct Cut:            # what one process sends to another before then arrives after it
+cdef struct Cut:            # messages of one process to another that are sent before `until` arrive after it
     int src
     int dst
     double until
     Cut* next_one
 
-cdef struct Stream:         # what one engine sends to another, over one connection after the other (streams.pyx)
+cdef struct Stream:         # messages of one engine to another, over successive connections (streams.pyx)
     int src
     int dst
     Unconfirmed outgoing
-    uint32_t received       # messages that have come whole
-    bint is_open
-    uint64_t connection     # number of it
-    double counted_at       # when the last count on its way arrives
+    uint32_t received       # count of messages that were received completely
+    bint is_open            # there is a connection
+    uint64_t connection     # number of the connection
+    double counted_at       # when the last count in flight arrives at the sender
 
-cdef struct Link:           # what one engine sees of the network
+cdef struct Link:           # the network as one engine sees it
     Net* net
-    int first               # the place of the engine of rank 0 among its peers; its own is first + rank
-    int size                # engines that are peers
+    int first               # index of the engine of rank 0 among its peers; its own index is first + rank
+    int size                # engines in its group, itself included
     int process
-    Envelope* coming
-    Posted* posted
-    Down* downs             # peers that have failed, newest first
-    int news                # ... of which next_failed has not told
-    bint woken              # a transfer of it is complete, and its owner has not looked since
+    Envelope* coming        # messages to this engine
+    Posted* posted          # its pending receives
+    Down* downs             # peers that its wire takes for failed, newest first
+    int news                # how many of them next_failed has not yet returned
+    bint woken              # a transfer of the engine has completed since its last turn
     double free_at          # when its outgoing link is free
-    int64_t sent_bytes      # with what waits for the link
+    int64_t sent_bytes      # bytes sent so far, those that wait for the link included
     int64_t sent_messages
 
-cdef struct Rules:          # of the network
+cdef struct Rules:          # how the network behaves; see Network
     double latency_s
-    double jitter           # times the latency, at most
+    double jitter           # largest random addition to the latency, as a fraction of it
     double bytes_per_s
-    double bytes_scale      # bytes on the wire per byte of a message
+    double bytes_scale      # bytes on the wire per byte of a chunk or sum
     double eager            # probability that a message is copied when it is sent
-    double late             # probability that a message takes up to LATE latencies
-    double late_control     # ... that a control message does, which chunks overtake then
-    double late_write       # ... that a message of a failed peer is still written into a released buffer
+    double late             # probability that a message takes up to LATE latencies more
+    double late_control     # probability that a control message takes up to LATE latencies more
+    double late_write       # probability that a message of a failed peer is written into an unreleased buffer
 
-cdef struct Sent:           # of the trace: one message
-    double at
-    double arrives
+cdef struct Sent:           # a message in the trace
+    double at               # when it was sent
+    double arrives          # when it arrives
     int src
     int dst
     int channel
     int nbytes
-    int kind                # of a message of control or of the agreement, else -1
-    int64_t number          # ... of its exchange, or of its decision
+    int kind                # kind of a control or agreement message; of others -1
+    int64_t number          # of its exchange or decision; of others -1
 
-cdef struct Entry:          # of the calendar
-    double at
-    int64_t order           # of those at the same time: as they were entered
-    int kind
-    int who
+cdef struct Entry:          # an event in the calendar
+    double at               # virtual time, s
+    int64_t order           # orders events of the same time as they were entered
+    int kind                # ARRIVAL, or a Happening (state.pxd, streams.pxd)
+    int who                 # engine, process, fault or stream
     void* what
 
-cdef struct Torn:           # a chunk that has changed while it was read
+cdef struct Torn:           # a chunk that was changed while it was read
     char* lives
     int chunk
 
 cdef struct Net:
-    int n                   # places of engines
-    Torn torn[MOST_TORN]    # in this turn; `ntorn` of them
+    int n                   # engines, later ones included
+    Torn torn[MOST_TORN]    # chunks torn in this turn
     int ntorn
-    double now_s
-    uint64_t chance
+    double now_s            # virtual time
+    uint64_t chance         # state of the random generator
     Rules rules
-    Link* links
+    Link* links             # by engine
     Cut* cuts
-    Stream* streams         # [src * n + dst]; NULL: no connection ends, and channels keep no order among each other
-    Posts posts             # of streams
-    Post** made             # ... all of them; `nmade`
+    Stream* streams         # [src * n + dst]; NULL: connections do not end, and channels may pass each other
+    Posts posts             # posts of streams
+    Post** made             # all posts that were allocated
     int64_t nmade
-    int* woken              # links with `woken`; `nwoken` of them
+    int* woken              # engines whose links are `woken`
     int nwoken
-    Entry* calendar         # a heap: what happens next is first
-    int64_t entries
-    int64_t room
-    int64_t entered
-    Sent* trace             # NULL: none is kept
+    Entry* calendar         # a heap: the next event comes first
+    int64_t entries         # events in the calendar
+    int64_t room            # length of the array
+    int64_t entered         # events entered so far
+    Sent* trace             # NULL: no trace is recorded
     int64_t traced
     int64_t trace_room
 
-cdef double LATE             # latencies, at most, that a late message takes
+cdef double LATE             # largest additional delay of a late message, in latencies
 
 cdef enum:
-    ARRIVAL = 0             # kind of an entry; others are the caller's
+    ARRIVAL = 0             # kind of a calendar entry: a message arrives; the caller defines other kinds
 
 cdef void enter(Net* net, double at, int kind, int who, void* what) noexcept nogil
 cdef Entry leave(Net* net) noexcept nogil
@@ -141,7 +141,7 @@ cdef double cut_until(Net* net, int src, int dst) noexcept nogil
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil
 cdef int64_t bytes_sent(Net* net, int who) noexcept nogil
 cdef int open_transfers(Net* net, int who) noexcept nogil
-# for streams
+# used by streams.pyx
 cdef bint begin_send(Link* link, Transfer* t, int nbytes, int peer, int channel) noexcept nogil
 cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil
 cdef void keep_trace(Net* net, Envelope* m) noexcept nogil
@@ -153,7 +153,7 @@ cdef bint simulated_release(Wire* wire, Transfer* t) noexcept nogil
 
 cdef class Network:
     cdef Net net
-    cdef int size           # engines at the beginning
+    cdef int size           # engines when the job begins
 
     cdef void place(self, int at, int first, int size, int process)
 

@@ -2,10 +2,11 @@
 # Why compiled: engines call it as their wire, through C function pointers.
 """A wire and a clock for many engines in one process, in virtual time.
 
-What the contract of a wire (engine/wire.pxd) leaves open is drawn from a seed: when a message arrives, in which
-order those of different channels do, whether a send is complete before it is received (eager) or only with it
-(the receiver reads the sender's buffer then, so a buffer that is changed too early is found), how many messages of
-a crashed engine still arrive, and whether they are written into a buffer that was given up and not released.
+What the contract of a wire (engine/wire.pxd) leaves open is random, from a seed: when a message arrives, in
+which order messages of different channels arrive, whether a send completes before its message is received
+(eager) or at the receipt (then the receiver reads the sender's buffer, which reveals a buffer that was
+changed too early), how many messages of a crashed engine still arrive, and whether these are written into a
+buffer that was given up and not yet released.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -26,7 +27,7 @@ cdef double LATE = 200.0
 # ---- the wire ------------------------------------------------------------------------------
 
 cdef bint begin_send(Link* link, Transfer* t, int nbytes, int peer, int channel) noexcept nogil:
-    """Count a message that is sent. False if the peer has failed."""
+    """Initialise a send, and count its message. Return False if the peer has failed."""
     t.receives = t.cancelled = False
     t.handle = OPEN
     t.peer = peer
@@ -84,11 +85,11 @@ cdef void keep_trace(Net* net, Envelope* m) noexcept nogil:
 
 
 cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
-    """When it arrives: after those of its channel, or stream, and when the link and a cut allow."""
+    """Compute when a message arrives: after earlier ones of its channel or stream, the link, and a cut."""
     cdef double starts = max(net.now_s, link.free_at)
     cdef double cut = cut_until(net, net.links[m.src].process, net.links[m.dst].process)
     cdef Envelope** end = &net.links[m.dst].coming
-    if m.channel >= DATA:                   # small messages pass between the chunks
+    if m.channel >= DATA:                   # small messages do not wait for the chunks on the link
         link.free_at = starts + m.nbytes * net.rules.bytes_scale / net.rules.bytes_per_s
         starts = link.free_at
     else:
@@ -109,7 +110,7 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
 
 
 cdef inline bint follows(Net* net, Envelope* later, Envelope* m) noexcept nogil:
-    """Whether a message that is sent later than another one arrives later, too."""
+    """Whether message `later`, which is sent after `m`, must also arrive after it."""
     return later.src == m.src and (later.channel == m.channel or net.streams != NULL)
 
 
@@ -147,7 +148,7 @@ cdef bint fits(Posted* p, Envelope* m) noexcept nogil:
 
 
 cdef bint match_waiting(Net* net, Link* link, Posted* p) noexcept nogil:
-    """Give a new receive the first message that waits for it."""
+    """Give a new receive the first message that has arrived for it. Return whether there was one."""
     cdef Envelope** at = &link.coming
     while at[0] != NULL:
         if at[0].arrived and fits(p, at[0]):
@@ -158,7 +159,7 @@ cdef bint match_waiting(Net* net, Link* link, Posted* p) noexcept nogil:
 
 
 cdef void take(Net* net, Envelope** at, Posted* p) noexcept nogil:
-    """The receive gets the message, and both are complete."""
+    """Give a message to a receive, and complete both transfers."""
     cdef Envelope* m = at[0]
     at[0] = m.next_one
     if m.nbytes > p.nbytes:
@@ -192,13 +193,13 @@ cdef Status simulated_test(Wire* wire, Transfer* t) noexcept nogil:
 
 
 cdef bint simulated_release(Wire* wire, Transfer* t) noexcept nogil:
-    """Forget the transfer; sometimes only when asked again, as a library does that still uses it."""
+    """Release a transfer; sometimes only at a later call, as a library that still uses the buffer does."""
     cdef Link* link = <Link*>wire.own
     cdef Net* net = link.net
     if not t.in_use:
         return True
     if not t.receives and t.handle == OPEN:
-        return False                        # its receiver may still take it
+        return False                        # the receiver may still read the buffer
     if happens(&net.chance, 0.3):
         return False
     if t.receives:
@@ -242,7 +243,7 @@ cdef int simulated_next_failed(Wire* wire, bint look) noexcept nogil:
 
 
 cdef Down* down_of(Link* link, int peer) noexcept nogil:
-    """NULL unless the peer has failed."""
+    """Return the Down of a peer that the wire takes for failed, else NULL."""
     cdef Down* d = link.downs
     while d != NULL and d.peer != peer:
         d = d.next_one
@@ -250,7 +251,7 @@ cdef Down* down_of(Link* link, int peer) noexcept nogil:
 
 
 cdef class SimulatedWire(AnyWire):
-    """The wire of the engine at a place of a Network."""
+    """The wire of one engine in a Network."""
 
     def __cinit__(self, Network network, int at):
         cdef Link* link = &network.net.links[at]
@@ -298,7 +299,7 @@ cdef inline void swap(Entry* a, Entry* b) noexcept nogil:
 
 
 cdef void enter(Net* net, double at, int kind, int who, void* what) noexcept nogil:
-    """Something happens at that time."""
+    """Enter an event into the calendar, at virtual time `at`."""
     cdef int64_t i = net.entries
     cdef Entry* heap
     if net.entries == net.room:
@@ -314,7 +315,7 @@ cdef void enter(Net* net, double at, int kind, int who, void* what) noexcept nog
 
 
 cdef Entry leave(Net* net) noexcept nogil:
-    """Take out what happens next."""
+    """Remove and return the next event of the calendar."""
     cdef Entry* heap = net.calendar
     cdef Entry first = heap[0]
     cdef int64_t i = 0, child
@@ -335,7 +336,7 @@ cdef Entry leave(Net* net) noexcept nogil:
 # ---- what happens to messages --------------------------------------------------------------
 
 cdef void arrive(Net* net, Envelope* message) noexcept nogil:
-    """The message has arrived: match it, or let it wait for its receive."""
+    """Process the arrival of a message: give it to its receive, or keep it until that is posted."""
     cdef Envelope** at = &net.links[message.dst].coming
     message.arrived = True
     while at[0] != message:
@@ -351,7 +352,7 @@ cdef void match_posted(Net* net, Envelope** at) noexcept nogil:
         if not fits(p, at[0]):
             place = &p.next_one
             continue
-        if p.down:                          # failed for its engine, and not released: only its bytes change
+        if p.down:                          # ended for its engine, and not released: only the buffer changes
             if happens(&net.chance, net.rules.late_write):
                 memset(p.buffer, 0xA5, min(p.nbytes, at[0].nbytes))
             return
@@ -362,7 +363,7 @@ cdef void match_posted(Net* net, Envelope** at) noexcept nogil:
 
 
 cdef void crash(Net* net, int who) noexcept nogil:
-    """The engine's process is dead: of what it has sent, a beginning of each channel still arrives."""
+    """Crash an engine: of its messages in flight, a random initial part of each channel still arrives."""
     cdef Envelope* m
     cdef int i
     net.links[who].sent_bytes = bytes_sent(net, who)
@@ -378,7 +379,7 @@ cdef void crash(Net* net, int who) noexcept nogil:
 
 
 cdef void lose_from(Net* net, Envelope* first) noexcept nogil:
-    """Neither this message nor a later one of its channel, or stream, arrives."""
+    """Mark a message and all later ones of its channel or stream as lost."""
     cdef Envelope* m = first
     while m != NULL:
         if follows(net, m, first) and not m.arrived:
@@ -387,7 +388,7 @@ cdef void lose_from(Net* net, Envelope* first) noexcept nogil:
 
 
 cdef void report_down(Net* net, int observer, int peer) noexcept nogil:
-    """The observer's wire finds that the peer has failed."""
+    """Let the wire of engine `observer` notice that engine `peer` has failed."""
     cdef Link* link = &net.links[observer]
     cdef Posted* p = link.posted
     cdef Envelope* m = net.links[peer].coming
@@ -411,8 +412,10 @@ cdef void report_down(Net* net, int observer, int peer) noexcept nogil:
 
 
 cdef void give_up(Net* net, int src, int dst) noexcept nogil:
-    """The connection to a living peer is given up: the wire reads no buffer any more, and of what is under way a
-    beginning of each channel still arrives."""
+    """Let a wire give up the connection to a living peer.
+
+    It reads no buffer of the sender any more; of the messages in flight, a random initial part of each
+    channel still arrives."""
     cdef Envelope* m = net.links[dst].coming
     while m != NULL:
         if m.src == src:
@@ -426,7 +429,7 @@ cdef void give_up(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef void cut_way(Net* net, int src, int dst, double until) noexcept nogil:
-    """What one process sends to another arrives after that time."""
+    """Let messages that one process sends to another before `until` arrive after it."""
     cdef Cut* c = <Cut*>malloc(sizeof(Cut))
     c[0] = [src, dst, until, net.cuts]
     net.cuts = c
@@ -438,7 +441,7 @@ cdef double cut_until(Net* net, int src, int dst) noexcept nogil:
     cdef Cut* c
     while at[0] != NULL:
         c = at[0]
-        if c.until <= net.now_s:                # over
+        if c.until <= net.now_s:                # the cut has ended
             at[0] = c.next_one
             free(c)
             continue
@@ -449,7 +452,7 @@ cdef double cut_until(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
-    """When all that is under way from src to dst has arrived, with counts of the other stream."""
+    """Return when all messages in flight from src to dst have arrived, and counts of the opposite stream."""
     cdef double last = net.streams[dst * net.n + src].counted_at if net.streams != NULL else 0
     cdef Envelope* m = net.links[dst].coming
     while m != NULL:
@@ -460,14 +463,14 @@ cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef int64_t bytes_sent(Net* net, int who) noexcept nogil:
-    """What has left its link, without that which waits there."""
+    """Return the bytes that have left an engine's link; bytes that wait for the link do not count."""
     cdef Link* link = &net.links[who]
     cdef double waiting = max(0.0, link.free_at - net.now_s) * net.rules.bytes_per_s
     return link.sent_bytes - <int64_t>min(waiting, <double>link.sent_bytes)
 
 
 cdef int open_transfers(Net* net, int who) noexcept nogil:
-    """Receives that an engine has posted, and sends of it that nobody has taken."""
+    """Return how many receives and incomplete sends an engine has posted."""
     cdef int i, count = 0
     cdef Posted* p = net.links[who].posted
     cdef Envelope* m
@@ -484,7 +487,7 @@ cdef int open_transfers(Net* net, int who) noexcept nogil:
 
 
 cdef int unconfirmed(Stream* s) noexcept nogil:
-    """Sends of a stream that are not complete."""
+    """Return how many sends of a stream are not complete."""
     cdef Post* post = s.outgoing.first
     cdef int count = 0
     while post != NULL:
@@ -494,21 +497,23 @@ cdef int unconfirmed(Stream* s) noexcept nogil:
 
 
 cdef class Network:
-    """n engines, and what is under way between them.
+    """The network of n engines, and the messages between them.
 
     Args:
-        n: engines.
-        seed: of all that is left open.
-        latency_s, jitter: a message takes latency_s times 1 to 1 + jitter,
-        bytes_per_s: after those before it on the sender's link.
+        n: number of engines.
+        seed: seed of all random choices.
+        latency_s, jitter: a message takes latency_s times a random factor from 1 to 1 + jitter.
+        bytes_per_s: speed of each sender's link, on which chunks wait for earlier ones.
         bytes_scale: bytes on the wire per byte of a chunk: few small chunks stand for a large model.
         eager: probability that a message is copied when it is sent.
-        late: probability that a message takes up to 200 latencies.
-        late_control: probability that a control message does, while chunks and other messages pass it.
-        late_write: probability that a message of a failed peer is still written into a buffer given up.
-        trace: keep the messages.
-        room: for so many engines more, which come later.
-        streams: messages of two engines keep their order, over connections that end (see streams.pyx).
+        late: probability that a message takes up to 200 latencies more.
+        late_control: probability that a control message takes up to 200 latencies more, so that others pass
+            it.
+        late_write: probability that a message of a failed peer is written into a buffer that is not released.
+        trace: record all messages.
+        room: how many engines may be added later.
+        streams: messages from one engine to another keep their order, over connections that end
+            (streams.pyx).
     """
 
     def __cinit__(self, int n, uint64_t seed, double latency_s, double jitter, double bytes_per_s,
@@ -549,14 +554,15 @@ cdef class Network:
         free(net.calendar)
 
     cdef void place(self, int at, int first, int size, int process):
-        """The engine of a process has this place, and is a peer of those from `first` on."""
+        """Give an engine of a process the index `at`; its peers are the `size` engines from `first` on."""
         cdef Link* link = &self.net.links[at]
         link.net = &self.net
         link.first, link.size, link.process = first, size, process
 
     def messages(self):
-        """The trace: (sent at, arrives at, from process, to, channel, bytes, kind and number of a message
-        of control or of the agreement, else -1)."""
+        """Return the trace: [(sent at, arrives at, from process, to process, channel, bytes, kind, number)].
+
+        Kind and number are those of a control or agreement message, of others -1."""
         cdef int64_t i
         cdef Sent* m
         out = []
@@ -578,7 +584,7 @@ cdef void free_streams(Net* net) noexcept:
     cdef Post* post = net.posts.pool
     cdef int64_t i
     while post != NULL:
-        post.owned = False                  # its buffer is freed
+        post.owned = False                  # its buffer is already freed
         post = post.after
     for i in range(net.nmade):
         if net.made[i].owned:

@@ -1,4 +1,4 @@
-# Promises and invariants of a simulated job.
+# Checks of the promises and invariants of a simulated job.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core

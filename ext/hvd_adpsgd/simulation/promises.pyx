@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it reads the state of the engines after each turn.
-"""Promises and invariants of a simulated job: checked after every turn, when an engine ends, and at the end."""
+"""Checks of a simulated job's promises and invariants: after each turn, when an engine or the job ends."""
 
 from libc.stdint cimport int64_t, uintptr_t
 
@@ -20,7 +20,7 @@ from hvd_adpsgd.simulation.state cimport FLOAT16, FLOAT32, FLOAT64, MEET, Actor,
 
 
 cdef int check_turn(JobState job, int i) except -1:
-    """After a turn: what was merged, what was decided, and the owners' invariants."""
+    """Check the merges and decisions of a turn, and the invariants of the engine's state."""
     cdef Actor* a = &job.actors[i]
     cdef Core* e = a.core
     cdef Event* event
@@ -46,7 +46,7 @@ cdef int check_turn(JobState job, int i) except -1:
     if e.mailbox.fault == FAULT_GONE and not a.gave_up:
         check_patience(job, i, a)
     elif e.mailbox.fault == FAULT_FENCED and (i, a.first + e.mailbox.fault_peer) in job.suspected:
-        pass                                # the peer has taken it for failed, and its memory for another exchange
+        pass                                # the peer has taken it for failed, and reused the memory
     elif e.mailbox.fault and not a.gave_up:
         job.fail("no fault", f"engine {i} has latched fault {e.mailbox.fault}, code {e.mailbox.fault_code}, peer "
                   f"{e.mailbox.fault_peer}")
@@ -62,7 +62,7 @@ cdef int check_turn(JobState job, int i) except -1:
 
 
 cdef bint parks(Core* e):
-    """Whether chunks of a peer that is silent or has left may arrive: the trainer does not wait for those."""
+    """Whether an engine has a parked exchange: its late chunks may be stale, as no trainer waits for them."""
     cdef Exchange* x = e.pairs.running
     while x != NULL and not x.parked:
         x = x.next_one
@@ -70,7 +70,7 @@ cdef bint parks(Core* e):
 
 
 cdef int check_silence(JobState job, int i, int peer, Event* event) except -1:
-    """A peer that has answered since its exchange was parked has the whole deadline again."""
+    """Check that an exchange is parked again only after deadline_s: the peer has answered in between."""
     cdef double patience = job.actors[i].core.pairs.deadline_s
     before = job.parked_at.get((i, peer))
     if before is not None and event.ended - before <= patience:
@@ -81,7 +81,7 @@ cdef int check_silence(JobState job, int i, int peer, Event* event) except -1:
 
 
 cdef int check_paired(JobState job, int i, Core* e) except -1:
-    """Of an exchange that is served its asker knows: it waits for the answer, takes part, or is through."""
+    """Check that the asker of each served exchange awaits an answer, takes part in it, or has finished it."""
     cdef Exchange* x = e.pairs.running
     cdef Actor* asker
     cdef int peer
@@ -91,13 +91,14 @@ cdef int check_paired(JobState job, int i, Core* e) except -1:
         if (x.phase == RUNNING and not x.active and not asker.dead and not asker.over
                 and asker.core.membership.states[e.wire.rank] < LEFT and not takes_part(asker.core, e.wire.rank, x.number)
                 and job.asked.get((peer, i)) != x.number):
-            job.fail("invariant (both or none)", f"engine {i} serves exchange {x.number} of {peer}, which has given it up")
+            job.fail("invariant (both or none)", f"engine {i} serves exchange {x.number} of engine {peer}, "
+                     "which has given it up")
         x = x.next_one
     return 0
 
 
 cdef bint takes_part(Core* e, int peer, int number) noexcept:
-    """In an exchange that it has asked for."""
+    """Whether an engine takes part in an exchange with `peer` that it has asked for under that number."""
     cdef Exchange* x = e.pairs.running
     while x != NULL:
         if x.peer == peer and x.active and x.number == number and x.phase != IDLE:
@@ -107,10 +108,10 @@ cdef bint takes_part(Core* e, int peer, int number) noexcept:
 
 
 cdef int check_staleness(JobState job, int i, Event* event) except -1:
-    """A chunk is applied at most `max_staleness` steps after its snapshot.
+    """Check that a chunk is merged at most `max_staleness` steps after its snapshot.
 
-    Or two: a snapshot that is taken between publish and offer is of the step before, and its chunk waits for the next
-    publish."""
+    At least two steps are allowed: a snapshot that is taken between publish and offer is of the step before,
+    and its chunk waits for the next publish."""
     cdef Actor* a = &job.actors[i]
     cdef int64_t stale = a.step + (a.doing == MEET) - event.step
     if job.max_staleness and stale > max(job.max_staleness, 2) and not a.overdue:
@@ -120,7 +121,7 @@ cdef int check_staleness(JobState job, int i, Event* event) except -1:
 
 
 cdef int check_torn(JobState job, int i, Event* event) except -1:
-    """A chunk that has changed while it was read is not merged, but read again in a later turn."""
+    """Check that a chunk which changed while it was read was not merged in this turn."""
     cdef int k
     for k in range(job.net.ntorn):
         if (job.net.torn[k].chunk == event.chunk
@@ -131,7 +132,7 @@ cdef int check_torn(JobState job, int i, Event* event) except -1:
 
 
 cdef int check_versions(JobState job, int i, before) except -1:
-    """While a chunk that peers may read changes, its version is odd, and it is another one afterwards."""
+    """Check that the versions of chunks that peers may read are even, and have grown, after a change."""
     after = versions_of(job, i)
     if np.any(after % 2) or np.any(after < before + 2):
         job.fail("invariant (torn reads)", f"engine {i} has changed its model; versions were {before.tolist()}, and are "
@@ -140,7 +141,7 @@ cdef int check_versions(JobState job, int i, before) except -1:
 
 
 cdef object versions_of(JobState job, int i):
-    """Of the chunks that peers may read; None if they read none."""
+    """Return the versions of the chunks that peers may read; None if they read none."""
     if job.lives is None or not (<Store>job.stores[i]).memory.shown:
         return None
     return job.lives[i].view(np.int64)[::Store.live_nbytes(1) // 8].copy()
@@ -153,12 +154,12 @@ cdef int note_left(JobState job, int i, Core* e) except -1:
             job.left_at.setdefault((i, j), job.net.now_s)
         elif (e.membership.states[j - first] == FAILED and not job.actors[j].dead and not job.actors[j].over
               and (i, j) not in job.suspected):
-            job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+            job.fail(ONE_DECISION, f"engine {i} takes engine {j} for failed, which lives")
     return 0
 
 
 cdef int check_patience(JobState job, int i, Actor* a) except -1:
-    """A mean lacks a peer that has left and whose process has not ended: the trainer raises, after some patience."""
+    """Check a FAULT_GONE: the peer has left, its process has not ended, and the engine has waited."""
     cdef Core* e = a.core
     cdef int peer = e.mailbox.fault_peer
     cdef double patience = e.pairs.deadline_s + 2 * e.leave_deadline_s
@@ -179,7 +180,7 @@ cdef int check_exchanges(JobState job, int i, Core* e) except -1:
 
 
 cdef int check_begun(JobState job, int i, Core* e) except -1:
-    """No exchange begins with a peer that is known to have left: it would hold a side for nothing."""
+    """Check that no exchange began with a peer known to have left: it would occupy a side in vain."""
     cdef Exchange* x = e.pairs.running
     cdef int first = job.actors[i].first
     while x != NULL:
@@ -193,9 +194,10 @@ cdef int check_begun(JobState job, int i, Core* e) except -1:
 
 
 cdef object wrong_exchanges(int i, Core* e):
-    """At most one on each side, and one per peer; nothing runs at rest; the oldest snapshot is known to the trainer.
+    """Check the exchanges of an engine: at most one on each side, and one with each peer; none in a pause.
 
-    The invariant that is broken and how, or None."""
+    Also that the trainer knows the step of the oldest snapshot in flight. Return (the broken invariant, how
+    it is broken), or None."""
     cdef Exchange* x = e.pairs.running
     cdef Exchange* y
     cdef int asked = 0, served = 0, k
@@ -210,7 +212,7 @@ cdef object wrong_exchanges(int i, Core* e):
         y = x.next_one
         while y != NULL:
             if y.peer == x.peer and y.phase != IDLE and x.phase != IDLE:
-                return ("invariant (one exchange)", f"engine {i} has two with {x.peer}")
+                return ("invariant (one exchange)", f"engine {i} has two exchanges with {x.peer}")
             y = y.next_one
         for k in range(LANES):
             if x.phase == RUNNING and not x.parked and x.lanes[k].busy and not x.lanes[k].received:
@@ -225,7 +227,7 @@ cdef object wrong_exchanges(int i, Core* e):
 
 
 cdef int64_t take_credit(Core* e, int64_t* begun, double* credit) noexcept:
-    """Take a credit for each exchange that has begun in this turn; return how many have begun in all."""
+    """Take a credit for each exchange that has begun in this turn; return how many have begun so far."""
     cdef Exchange* x = e.pairs.running
     cdef int64_t count = e.mailbox.counters.exchanges_active + e.mailbox.counters.exchanges_passive + e.mailbox.counters.broken
     while x != NULL:
@@ -241,7 +243,8 @@ cdef int check_credit(JobState job, int i, Actor* a) except -1:
     cdef Core* e = a.core
     cdef int64_t begun = take_credit(e, &a.begun, &a.credit)
     if a.begun > begun or a.credit != e.mailbox.given.credit:
-        job.fail("invariant (credit)", f"engine {i} has {e.mailbox.given.credit} after {begun} exchanges; due is {a.credit}")
+        job.fail("invariant (credit)", f"engine {i} has credit {e.mailbox.given.credit} after {begun} "
+                 f"exchanges; it must be {a.credit}")
     return 0
 
 
@@ -256,7 +259,7 @@ cdef int check_decision(JobState job, Actor* a) except -1:
 
 
 cdef int check_replaced(JobState job, int i, int n) except -1:
-    """The mean that replaces the model: the same bits on all."""
+    """Check that a mean which replaces the models has the same bits on all engines."""
     mirror, slots, full = job.areas[i]
     cdef int published = (<Store>job.stores[i]).published
     for c in range(n):
@@ -266,7 +269,7 @@ cdef int check_replaced(JobState job, int i, int n) except -1:
 
 
 cdef int check_over(JobState job, int i) except -1:
-    """Who has left in time holds nothing."""
+    """Check an engine that has left: its time to leave, its departure, exchanges, buffers and transfers."""
     cdef Actor* a = &job.actors[i]
     cdef Core* e = a.core
     if job.net.now_s > e.membership.leave_by + 10:
@@ -280,12 +283,15 @@ cdef int check_over(JobState job, int i) except -1:
     if (e.pairs.running == NULL and e.control.outgoing == NULL and not e.control.listening.in_use
             and not e.mean.running and e.mean.letters == NULL and e.mean.abandoned == NULL and not e.mean.listening.in_use
             and open_transfers(job.net, i)):
-        job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(job.net, i)} posted")
+        job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(job.net, i)} "
+                 "transfers posted")
     return 0
 
 
 cdef object wrong_sets(int i, Core* e):
-    """A set of buffers in shared memory is taken by an exchange, or free. As `wrong_exchanges`."""
+    """Check that each set of buffers in shared memory is free or used by an exchange.
+
+    Return as `wrong_exchanges`."""
     cdef Exchange* x = e.pairs.running
     cdef int k, taken = 0
     while x != NULL:
@@ -293,19 +299,21 @@ cdef object wrong_sets(int i, Core* e):
         x = x.next_one
     for k in range(SETS):
         taken -= e.pairs.taken[k]
-    return ("invariant (buffers)", f"engine {i}: {-taken} sets are taken and of no exchange") if taken else None
+    return ("invariant (buffers)", f"engine {i}: {-taken} sets of buffers are taken "
+            "by no exchange") if taken else None
 
 
 cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Ledger ledger):
-    """Who has left in time is known to have left, and has finished its exchanges with peers that answer.
+    """Check that a peer knows the departure of an engine that left, and that its exchanges have finished.
 
-    The invariant that is broken and how, or None. Exchanges that it left with are noted in the ledger.
+    Exchanges with silent peers may be unfinished; they are recorded in the ledger. Return as
+    `wrong_exchanges`.
     """
     cdef Exchange* x = e.pairs.running
     late = e.membership.leave_by and now_s > e.membership.leave_by
-    early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # silent peers are waited for
+    early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # also waits for silent peers
     if not is_unheard(e, now_s) and not known:
-        return ("invariant (departure)", f"engine {i} has left, and no engine knows it")
+        return ("invariant (departure)", f"engine {i} has left, and no other engine knows that")
     while x != NULL:
         if x.phase != IDLE:
             peer = first + x.peer
@@ -319,12 +327,12 @@ cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Led
 
 
 cdef bint is_unheard(Core* e, double now_s) noexcept:
-    """Whether it may have left although no peer has answered: see departures.pyx."""
+    """Whether an engine may have left although no peer has answered (departures.pyx)."""
     return 2 * now_s > e.membership.said_at + e.membership.leave_by
 
 
 cdef bint departure_is_known(JobState job, int i):
-    """Whether some engine knows of it, or none is there that answers."""
+    """Whether another engine knows the departure of engine i, or none that could answer runs."""
     cdef Membership* m = &job.actors[i].core.membership
     cdef int j, first = job.actors[i].first
     cdef bint alone = True
@@ -337,7 +345,7 @@ cdef bint departure_is_known(JobState job, int i):
 
 
 cdef int check_end(JobState job) except -1:
-    """At the end of the run."""
+    """Check the whole job at the end of the run."""
     cdef int i, j, first
     for i in range(job.n):
         first = job.actors[i].first
@@ -347,7 +355,7 @@ cdef int check_end(JobState job) except -1:
         for j in range(first, first + job.actors[i].size):
             if (job.actors[i].core.membership.states[j - first] == FAILED and not job.actors[j].dead
                     and not job.actors[j].over and (i, j) not in job.suspected):
-                job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+                job.fail(ONE_DECISION, f"engine {i} takes engine {j} for failed, which lives")
     if job.admission is not None:
         check_all_or_none(job)
     dead = [bool(job.actors[i].dead) for i in range(job.n)]
@@ -358,7 +366,9 @@ cdef int check_end(JobState job) except -1:
 
 
 cdef int check_mean(JobState job) except -1:
-    """The sum of all models, also of those that have crashed, has moved by local updates and one-sided chunks only."""
+    """Check that only local updates and one-sided merges have changed the sum of all models.
+
+    The models of crashed engines are included."""
     total = np.zeros_like(job.expected)
     for i in range(job.n):
         if job.seats[job.actors[i].process] == i:
@@ -373,9 +383,9 @@ cdef int check_mean(JobState job) except -1:
 
 
 cdef int check_joined(JobState job, members, values) except -1:
-    """What a newcomer gets is the mean of the models, so that it moves that of all by nothing.
+    """Check that a joining super learner gets the mean of the models, which leaves the mean of all unchanged.
 
-    Without what rounding to 16 bits holds back, as in every mean of parameters."""
+    For 16-bit parameters without pending rounding errors, as in every mean of parameters."""
     total = np.zeros_like(job.expected)
     for i in members:
         if job.dtype == FLOAT16:
@@ -384,42 +394,44 @@ cdef int check_joined(JobState job, members, values) except -1:
             add_model(job, i, total)
     off = np.abs(total - len(members) * values).max()
     if not off <= (1e-9 if job.dtype == FLOAT64 else 4e-3):
-        job.fail(NOTHING_LOST, f"the model of a newcomer is not the mean of {len(members)} models; their sum is off by "
+        job.fail(NOTHING_LOST, f"the model of a joining super learner is not the mean of {len(members)} "
+                 "models; their sum is off by "
                  f"{off:.3g}")
     return 0
 
 
 cdef int check_all_or_none(JobState job) except -1:
-    """Of the members that were where a newcomer is let in, and live, all have gone over to new engines or none has."""
+    """Check that of the living members of an admission all have switched to new engines, or none has."""
     over, stayed = [], []
     for p in range(job.processes - 1):
         i = job.seats[p]
         if job.actors[i].came and not job.actors[i].dead:
             (over if job.actors[i].first > 0 else stayed).append(p)
     if over and stayed:
-        job.fail(ONE_DECISION, f"members {over} have gone over to new engines with a newcomer, and {stayed} have not")
+        job.fail(ONE_DECISION, f"members {over} have switched to new engines with a joining super learner, "
+                 f"and {stayed} have not")
     return 0
 
 
 cdef int check_moved(JobState job, int i) except -1:
-    """An engine that its trainer leaves for another one runs no exchange, and holds no correction.
+    """Check that an engine which its trainer replaces has no exchange and no pending correction.
 
-    But what rounding to 16 bits holds back, which stays in the memory that both engines work on."""
+    Rounding errors of 16-bit parameters may be pending: they stay in the memory that both engines use."""
     cdef Core* e = job.actors[i].core
     cdef Exchange* x = e.pairs.running
     cdef int c
     while x != NULL:
         if x.phase in (ASKED, RUNNING, CLOSING) and e.membership.states[x.peer] < LEFT:
-            job.fail("invariant (rest)", f"engine {i} is left with an exchange with {x.peer}")
+            job.fail("invariant (rest)", f"engine {i} is replaced while it has an exchange with {x.peer}")
         x = x.next_one
     for c in range(len(job.models[i])):
         if job.dtype != FLOAT16 and np.any(pending(job, i, c)):
-            job.fail(NOTHING_LOST, f"engine {i} is left with a correction of chunk {c}")
+            job.fail(NOTHING_LOST, f"engine {i} is replaced while a correction of chunk {c} is pending")
     return 0
 
 
 cdef int add_model(JobState job, int i, total) except -1:
-    """A model with the corrections that it lacks."""
+    """Add a model, with the corrections that it lacks, to `total`."""
     cdef Core* e = job.actors[i].core
     cdef int c
     cdef int64_t step
@@ -437,7 +449,7 @@ cdef int add_model(JobState job, int i, total) except -1:
 
 
 cdef object pending(JobState job, int i, int c):
-    """Corrections that a model lacks whose mirror is not finite."""
+    """Return the pending corrections of a chunk, for a model whose mirror is not finite."""
     cdef Store chunks = job.stores[i]
     mirror, slots, full = job.areas[i]
     cdef int opened = chunks.memory.open, published = chunks.published

@@ -1,9 +1,9 @@
-# Engines of a simulated job are made, with the memory that they work on.
+# Creation of the engines of a simulated job, and of the memory that they work on.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.simulation.state cimport JobState
 
-cdef struct Make:           # an engine, but for whom it asks and its model
+cdef struct Make:           # options of an engine, without its schedule and its model
     double weight
     double rate
     bint offered_only

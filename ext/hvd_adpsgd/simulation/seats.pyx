@@ -1,6 +1,6 @@
 # cython: language_level=3
-# Why compiled: it makes compiled engines.
-"""Engines of a simulated job: each with its wire, clock, store and memory, and what those on one host map of each other."""
+# Why compiled: it sets fields of the engines' C structs.
+"""Creation of the engines of a simulated job: wire, clock and store of each, and memory shared on a host."""
 
 from libc.stdint cimport int64_t
 
@@ -15,10 +15,10 @@ from hvd_adpsgd.simulation.streams cimport StreamWire
 
 
 cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) except -1:
-    """The engine of the next place, which the network knows.
+    """Make the engine of the next index; the network must already have its place.
 
-    It replaces the engine `before`, if there is one, and keeps its memory: a chunk that the old engine merges before it
-    ends is not lost."""
+    If it replaces the engine `before` it uses the memory of that, so that a chunk which the old engine merges
+    before it ends is not lost."""
     cdef int at = len(job.loops)
     cdef Actor* a = &job.actors[at]
     cdef Link* link = &job.net.links[at]
@@ -45,7 +45,7 @@ cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) ex
         loop.share_reports(job.reports_s)
     if job.means is not None:
         loop.average_all(True, True)
-        job.gossips |= len(schedule) > 0    # one whose ring neighbours have failed has no peers
+        job.gossips |= len(schedule) > 0    # none if all neighbours in the ring have failed
     a.core = &loop.core
     a.first, a.size, a.process = link.first, link.size, link.process
     a.successor = -1
@@ -56,7 +56,7 @@ cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) ex
 
 
 cdef int share_memory(JobState job, int first, int size, int64_t lane_nbytes) except -1:
-    """Engines on one host, of `size` from `first` on, share memory."""
+    """Let the engines on one host share memory, among the `size` engines from index `first` on."""
     cdef int i
     nbytes = Loop.shared_nbytes(lane_nbytes)
     own = [np.zeros(nbytes, np.uint8) for _ in range(size)]
@@ -70,7 +70,7 @@ cdef int share_memory(JobState job, int first, int size, int64_t lane_nbytes) ex
 
 
 cdef int show_models(JobState job, int first, int size) except -1:
-    """... and read each other's models where they lie."""
+    """Let the engines on one host read each other's models in place, among `size` engines from `first` on."""
     cdef int i, j
     for i in range(first, first + size):
         before = job.stores.index(job.stores[i])
@@ -90,7 +90,7 @@ cdef int show_models(JobState job, int first, int size) except -1:
 
 
 cdef void change_while_read(Neighbour* peer, int chunk) noexcept nogil:
-    """Sometimes the peer's trainer changes the chunk between the first load of it and the last."""
+    """Change the version of a chunk while it is read, sometimes, as the peer's trainer may do."""
     cdef Net* net = <Net*>peer.simulated
     if net.ntorn < MOST_TORN and happens(&net.chance, 0.05):
         (<Live*>peer.lives)[chunk].version += 2
@@ -99,5 +99,5 @@ cdef void change_while_read(Neighbour* peer, int chunk) noexcept nogil:
 
 
 cdef list near_by(JobState job, int first, int i, int size):
-    """Which of them are on the host of the engine `first + i`."""
+    """Return for each engine from `first` on whether it is another one on the host of engine `first + i`."""
     return [j != i and job.hosts[first + j] == job.hosts[first + i] for j in range(size)]

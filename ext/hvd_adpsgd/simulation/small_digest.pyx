@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it reads the state of a job millions of times.
-"""A digest of the state of a small job: of its engines, trainers, messages, and of chunks that one side has merged."""
+"""A digest of the state of a small job: engines, trainers, messages, and chunks merged by one side only."""
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -45,7 +45,7 @@ cdef uint64_t digest_ledger(SmallJob job) noexcept:
 
 
 cdef uint64_t digest_common(SmallJob job) noexcept:
-    """Shared memory of exchanges; after a failure also that which a late reader may find."""
+    """Return a digest of exchange buffers in use in shared memory; after a fault of all, for late readers."""
     cdef int64_t nbytes = 2 * LANES * (LANE_NBYTES + STAMP)
     cdef uint64_t h = 31
     cdef int i, s

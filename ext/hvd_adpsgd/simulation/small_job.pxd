@@ -1,4 +1,5 @@
-# A small job whose open orders are choices: its engines and trainers, and what can happen next.
+# A small job of which an explorer chooses each event: its engines and trainers, and the events that are
+# possible.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core
@@ -7,16 +8,16 @@ from hvd_adpsgd.simulation.choices cimport MOST_ENGINES, Choices, Line, Wires
 from hvd_adpsgd.simulation.ledger cimport Ledger
 
 cdef enum:
-    SLOTS = 3               # of a store whose node has several learners
+    SLOTS = 3               # slots of a store whose super learner has several learners
 
-cdef struct Learner:
+cdef struct Learner:        # an engine with its trainer
     Core* core
     Rhythm rhythm
-    int place               # in its script
+    int place               # position in the trainer's script
     int64_t step
-    double credit           # as it must be
-    int64_t begun           # exchanges
-    int rushed              # deadlines that have passed while something else could happen
+    double credit           # the credit that the engine must have
+    int64_t begun           # exchanges that have begun
+    int rushed              # deadlines that have passed although another event was possible
 
 
 cdef class SmallJob:
@@ -32,13 +33,13 @@ cdef class SmallJob:
     cdef list schedules
     cdef object areas           # (engines, 5, chunks): mirror, slots, parameters
     cdef object full            # (engines, 3, chunks)
-    cdef object common          # (engines, bytes), or None
-    cdef object seen_lives      # (engines, bytes): Live of each chunk, or None
+    cdef object common          # (engines, bytes): their shared memory, or None
+    cdef object seen_lives      # (engines, bytes): the Live of each chunk, or None
     cdef object spans
     cdef list addresses
     cdef double* numbers
     cdef Ledger ledger
-    cdef double* expected       # sum over engines of each chunk, without exchanges
+    cdef double* expected       # by chunk: what the sum over engines would be without exchanges
     cdef int chunks
     cdef int lanes
     cdef double weight

@@ -1,10 +1,12 @@
 # cython: language_level=3
-# Why compiled: it makes the engines of each path anew, and looks at all of them in each state.
-"""A small job whose open orders are choices: two to four engines with their trainers, and what can happen next.
+# Why compiled: it makes the engines of each path anew, and reads the state of all of them in each state of
+# the job.
+"""A small job of which an explorer chooses each event: two to four engines with their trainers.
 
-In each state one of these happens: an engine takes a turn (in which its wire makes further choices), a trainer takes
-the next step of its script, an engine crashes, or time passes for an engine. Time is abstract: retries are due, the
-patience of an engine with the answers to its departure is over, or so much passes that deadlines may be over.
+The possible events in a state are: an engine takes a turn (in which its wire makes further choices), a
+trainer takes the next step of its script, an engine crashes, or time passes for an engine. Time is abstract:
+either a retry becomes due, or an engine waits no longer for answers to its departure, or deadlines may be
+over.
 """
 
 from libc.stdint cimport uintptr_t
@@ -26,7 +28,7 @@ from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.leftovers cimport take_back
 
 cdef enum:
-    MOST_MERGES = 64        # in one turn
+    MOST_MERGES = 64        # merged chunks of one turn, at most
     FLOAT64 = 1             # code of kernels.h
 
 cdef double DEADLINE_S = 1.0
@@ -39,20 +41,20 @@ cdef class SmallJob:
     """A job of two to four engines with their trainers.
 
     Args:
-        scripts: of each trainer: what it does, in this order, at any time. `o`: the step's update, corrections and
-            offer of the model; `p`: the open slot is published, and the all-reduce of the super learner begins; the next `o`
-            ends it; `z`: averaging is paused; `r`: it continues, once the engine is at rest; `l`: it leaves; `b`:
-            ... as failed.
-        schedules: of each engine: whom it asks.
-        chunks: of the model; each is one number.
-        lanes: chunks of an exchange in flight.
-        weight: of an exchange.
-        completion: 0: sends are complete at once; 1: with their receipt; 2: at any time.
-        shared: snapshots are in memory that all share.
-        shown: ... and models are, and read where they lie.
-        crashes, suspicions: at most so many.
-        retries, deadlines: how often such time passes while something else can happen.
-        ends: the end of an engine that has left is reported to the others.
+        scripts: what each trainer does, in this order, at any time. `o`: do the step's update, apply
+            corrections and offer the model; `p`: publish the open slot and begin the all-reduce of the super
+            learner, which the next `o` ends; `z`: pause averaging; `r`: resume averaging, once the engine is
+            at rest; `l`: leave; `b`: leave as failed.
+        schedules: the peers that each engine asks, in this order.
+        chunks: chunks of the model; each is one number.
+        lanes: chunks of one exchange in flight at once.
+        weight: weight of an exchange.
+        completion: when sends are complete; 0: at once; 1: at their receipt; 2: at any time.
+        shared: engines exchange snapshots through shared memory.
+        shown: engines read each other's models in shared memory.
+        crashes, suspicions: how many there may be.
+        retries, deadlines: how often such time may pass although another event is possible.
+        ends: wires report the end of an engine that has left.
     """
 
     def __cinit__(self, scripts, schedules, int chunks=2, int lanes=1, double weight=0.5, int completion=0,
@@ -87,7 +89,7 @@ cdef class SmallJob:
         free(self.story)
 
     cdef int reset(self) except -1:
-        """The job before anything has happened."""
+        """Set the job to its first state."""
         cdef Wires* f = &self.between
         cdef int i
         self.drop()
@@ -144,7 +146,7 @@ cdef class SmallJob:
         memset(a, 0, sizeof(Learner))
         a.core = self.between.cores[i] = &loop.core
         a.core.pairs.lanes = self.lanes
-        a.core.mailbox.events = <Event*>calloc(MOST_MERGES, sizeof(Event))     # each turn's; the engine frees them
+        a.core.mailbox.events = <Event*>calloc(MOST_MERGES, sizeof(Event))     # freed by the engine
         begin_turns(a.core, &a.rhythm)
         return 0
 
@@ -152,19 +154,20 @@ cdef class SmallJob:
         return self.numbers + ((SLOTS + 2) * i + SLOTS + 1) * self.chunks
 
     cdef void drop(self):
-        """End the engines, and free what they keep for their wires."""
+        """Free the engines, and the buffers that they keep for their wires."""
         cdef int i
         for i in range(len(self.loops)):
             take_back(self.learners[i].core)
         self.loops.clear()
         self.stores.clear()
 
-    # ---- what can happen -------------------------------------------------------------------
+    # ---- possible events -------------------------------------------------------------------
 
     cdef bint rests(self) noexcept:
-        """Whether every trainer has done its script, and no engine is about to leave or in an exchange.
+        """Whether every trainer has done its script, and no engine is leaving or has an exchange.
 
-        But one that is parked may wait for ever, for a peer that takes this side for failed."""
+        A parked exchange with a peer that takes this side for failed may wait for ever, and does not
+        count."""
         cdef Core* e
         cdef Exchange* x
         cdef int i
@@ -182,7 +185,10 @@ cdef class SmallJob:
         return True
 
     cdef int list_options(self, int* timed, int* deadlines) noexcept:
-        """What can happen: turns and trainers, crashes, retries, deadlines."""
+        """List the possible events in `deeds` and `actors`, and return how many there are.
+
+        Turns, trainers and crashes come first, retries and pauses from index `timed` on, deadlines from
+        `deadlines` on."""
         cdef Core* e
         cdef int i, count = 0
         for i in range(self.n):
@@ -222,18 +228,18 @@ cdef class SmallJob:
             return False
         return script[a.place] != c"r" or load(&a.core.mailbox.at_rest)
 
-    # ---- what has happened -----------------------------------------------------------------
+    # ---- results and errors ----------------------------------------------------------------
 
     cdef int fail(self, promise, what) except -1:
         raise BrokenPromise(promise, what)
 
     def covering(self):
-        """How often each control message, and each failure, came in each state of the exchange with that peer."""
+        """Return how often each control message and each failure came in each state of an exchange."""
         return {(STATE_NAMES[i // MESSAGES], KINDS[i % MESSAGES]): self.between.coverage[i]
                 for i in range(STATES * MESSAGES) if self.between.coverage[i]}
 
     def describe(self):
-        """Each engine in a line."""
+        """Return the state of each engine as text."""
         cdef Exchange* x
         cdef int i
         phases = ("idle", "asked", "running", "closing", "broken")
@@ -259,7 +265,7 @@ cdef bint has_peers(Core* e) noexcept nogil:
 
 
 cdef bint awaits_answers(Core* e) noexcept nogil:
-    """Whether it makes a difference that a pause passes: for answers to what listeners were told, or before the end."""
+    """Whether a PAUSE can change what an engine does: it waits for answers of listeners, or for its end."""
     cdef Membership* m = &e.membership
     cdef int i
     for i in range(m.nlisteners):

@@ -1,4 +1,4 @@
-# Promises and invariants of a small job.
+# Checks of the promises and invariants of a small job.
 from hvd_adpsgd.simulation.small_job cimport SmallJob
 
 cdef int check_state(SmallJob job) except -1

@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: it reads the state of the engines in each of millions of states.
-"""Promises and invariants of a small job: in every state, when an engine ends, and at the end."""
+"""Checks of the promises and invariants of a small job: in every state, when an engine ends, at the end."""
 
 from libc.stdint cimport int64_t
 
@@ -19,7 +19,7 @@ SURVIVES = "promise 4 (survives)"
 
 
 cdef int check_state(SmallJob job) except -1:
-    """In every state: what must hold whatever has happened."""
+    """Check the invariants that must hold in every state."""
     cdef Core* e
     cdef int i
     for i in range(job.n):
@@ -34,14 +34,14 @@ cdef int check_state(SmallJob job) except -1:
             check_peers(job, i, e)
             check_transfers(job, i, e)
             if job.learners[i].credit != e.mailbox.given.credit:
-                job.fail("invariant (credit)", f"engine {i} has {e.mailbox.given.credit} after "
-                          f"{job.learners[i].begun} exchanges; due is {job.learners[i].credit}")
+                job.fail("invariant (credit)", f"engine {i} has credit {e.mailbox.given.credit} after "
+                          f"{job.learners[i].begun} exchanges; it must be {job.learners[i].credit}")
     check_sum(job)
     return 0
 
 
 cdef int check_exchanges(SmallJob job, int i, Core* e) except -1:
-    """As in every job; and no more chunks in flight than are wanted."""
+    """Check the exchanges of an engine as promises.pyx does; at most `lanes` chunks may be in flight."""
     cdef Exchange* x = e.pairs.running
     wrong = wrong_exchanges(i, e) or wrong_sets(i, e)
     if wrong is not None:
@@ -55,7 +55,7 @@ cdef int check_exchanges(SmallJob job, int i, Core* e) except -1:
 
 
 cdef int check_transfers(SmallJob job, int i, Core* e) except -1:
-    """Without an exchange the wire has no chunk and no buffer of this engine, but the one for control messages."""
+    """Check that without an exchange the wire uses no buffer of an engine, except for control messages."""
     cdef Wires* f = &job.between
     cdef int k, count = f.ends[i].nposted - 1
     if e.pairs.running != NULL:
@@ -69,19 +69,20 @@ cdef int check_transfers(SmallJob job, int i, Core* e) except -1:
 
 
 cdef int check_peers(SmallJob job, int i, Core* e) except -1:
-    """An engine marked FAILED has failed, or was suspected; an engine marked LEFT has announced its departure."""
+    """Check that peers marked FAILED have failed or were suspected, and that peers marked LEFT have left."""
     cdef int j
     for j in range(job.n):
         if j != i and has_departed(e.membership.departed, j) and not job.learners[j].core.membership.departing:
-            job.fail("invariant (departure)", f"engine {i} takes {j} for one that has left; it has not said so")
+            job.fail("invariant (departure)", f"engine {i} knows a departure of engine {j}, which has "
+                     "announced none")
         if e.membership.states[j] == FAILED and not job.between.dead[j] and not job.between.ends[i].suspects[j] \
                 and not job.between.over[j]:
-            job.fail(ONE_DECISION, f"engine {i} takes {j} for failed, which lives")
+            job.fail(ONE_DECISION, f"engine {i} takes engine {j} for failed, which lives")
     return 0
 
 
 cdef int check_sum(SmallJob job) except -1:
-    """The sum of all models has moved by local updates only, but for chunks that one side has merged so far."""
+    """Check that only local updates and one-sided merges have changed the sum of all models."""
     cdef double total, allowed
     cdef int c
     for c in range(job.chunks):
@@ -109,7 +110,7 @@ cdef double sum_of(SmallJob job, int c) noexcept:
 
 
 cdef int check_over(SmallJob job, int i) except -1:
-    """Who has left in time is known to have left, and holds nothing."""
+    """Check an engine that has left: its departure, exchanges and transfers."""
     cdef Core* e = job.learners[i].core
     cdef Wires* f = &job.between
     wrong = wrong_leave(i, 0, e, f.now_s[i], departure_is_known(job, i), job.ledger)
@@ -119,12 +120,13 @@ cdef int check_over(SmallJob job, int i) except -1:
     if f.faulty:
         return 0
     if e.pairs.running != NULL or (e.control.outgoing == NULL and open_transfers(f, i) > 1):
-        job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(f, i) - 1} posted")
+        job.fail("invariant (no transfer left)", f"engine {i} has left with {open_transfers(f, i) - 1} "
+                 "transfers posted")
     return check_unread(job, i, e)
 
 
 cdef int check_unread(SmallJob job, int i, Core* e) except -1:
-    """A peer that has answered the BYE of an engine that ends has nothing but departures under way to it."""
+    """Check that a peer that has answered the BYE of an engine sends it nothing but departures."""
     cdef Underway* message
     cdef Listener* listener
     cdef int k
@@ -139,7 +141,7 @@ cdef int check_unread(SmallJob job, int i, Core* e) except -1:
 
 
 cdef bint departure_is_known(SmallJob job, int i) noexcept:
-    """Whether some engine knows of it, or none is there that answers."""
+    """Whether another engine knows the departure of engine i, or none that could answer runs."""
     cdef Membership* m = &job.learners[i].core.membership
     cdef int j
     cdef bint alone = True
@@ -152,7 +154,9 @@ cdef bint departure_is_known(SmallJob job, int i) noexcept:
 
 
 cdef int check_end(SmallJob job) except -1:
-    """All have ended: trainers have taken every step, and no chunk has one side only, unless the other failed."""
+    """Check, after the end of all engines, that scripts are done and that no merge is one-sided.
+
+    Merges may be one-sided if the other side has failed."""
     cdef Wires* f = &job.between
     cdef Half* half
     cdef int64_t h

@@ -1,4 +1,4 @@
-# What the parts of a simulated job share: engines with their trainers, the calendar, what happened.
+# The state of a simulated job that its modules share: engines with their trainers, and a record of the run.
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.core cimport Core
@@ -7,24 +7,24 @@ from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.network cimport Net, Network
 
-cdef enum Happening:        # kinds of entries beside ARRIVAL
-    TURN = 1                # an engine polls; `what` is the number of this turn
+cdef enum Happening:        # kinds of calendar entries, besides ARRIVAL
+    TURN = 1                # an engine takes a turn; `what` is the number of the turn
     ACT = 2                 # a trainer acts
-    STRIKE = 3              # a fault
-    REPORT = 4              # `who` learns that the engine `what` has failed
-    LETTER = 5              # a process reads a letter about the admission of another one; 6 and 7: streams.pxd
+    STRIKE = 3              # a fault happens
+    REPORT = 4              # the wire of `who` notices that the engine `what` has failed
+    LETTER = 5              # a process reads a letter about an admission; 6 and 7: streams.pxd
 
 cdef enum Doing:            # what a trainer does next
-    STEP = 0
-    MEET = 1                # the all-reduce of its super learner is over
-    WAIT = 2                # for its round
-    REST = 3                # for the engine to come to rest
-    DONE_STEPS = 4
-    BEGIN_MEAN = 5          # the engine is at rest
-    FRESH = 6               # for the snapshots in flight: max_staleness
-    COME = 7                # it lets a newcomer in (admission.pyx): its engine is to rest,
-    TAKE_IN = 8             # ... which it does; corrections are applied
-    AWAIT_ALL = 9           # what all decide
+    STEP = 0                # begin a step
+    MEET = 1                # end the step: the all-reduce of its super learner is over
+    WAIT = 2                # wait for its round
+    REST = 3                # wait until the engine has paused
+    DONE_STEPS = 4          # nothing: all steps are done
+    BEGIN_MEAN = 5          # begin a mean: the engine has paused
+    FRESH = 6               # wait for snapshots in flight, because of max_staleness
+    COME = 7                # pause the engine for the admission of a joining super learner (admission.pyx)
+    TAKE_IN = 8             # apply the corrections: the engine has paused
+    AWAIT_ALL = 9           # wait for the decisions of the admission
 
 cdef enum:                  # codes of kernels.h
     FLOAT32 = 0
@@ -33,50 +33,50 @@ cdef enum:                  # codes of kernels.h
 
 cdef double NEVER
 
-cdef struct Actor:
+cdef struct Actor:          # an engine with its trainer
     Core* core
     Rhythm rhythm
-    int first               # the engine of rank 0 among its peers
-    int size                # engines that are peers
+    int first               # index of the engine of rank 0 among its peers
+    int size                # engines in its group, itself included
     int process
-    bint came               # its trainer has been where a newcomer is let in
-    bint absent             # its process has not begun it
-    int successor           # the engine with which its trainer goes on; -1: none
-    bint dead
-    bint over
-    bint stopped
-    bint act_missed         # while it was stopped
+    bint came               # its trainer has reached the step at which a super learner is admitted
+    bint absent             # its process has not yet started this engine
+    int successor           # the engine with which its trainer continues; -1: none
+    bint dead               # it has crashed
+    bint over               # it has left
+    bint stopped            # its process is stopped
+    bint act_missed         # its trainer was to act while the process was stopped
     int64_t turns           # number of the turn that is in the calendar
-    double turn_at
-    double busy_until       # with chunks
-    int64_t step
-    int64_t steps
-    double step_s
-    double slowed           # times step_s
-    double spread
-    double node_s           # of the all-reduce of its super learner; 0: a learner alone
-    int doing
-    int after               # what it does when a pause is over
-    bint watches            # for its round, or for rest: every turn may be the end of it
-    bint pauses             # averaging, before its next step
-    bint broken             # it leaves because it has failed
-    bint unfit              # the next offer
-    int extend_at           # step
-    int64_t round_met[2]
-    int round_peers[2]
+    double turn_at          # when that turn is
+    double busy_until       # until when the engine works on chunks
+    int64_t step            # the step of its trainer
+    int64_t steps           # steps that its trainer is to do
+    double step_s           # seconds of a step
+    double slowed           # factor of step_s
+    double spread           # largest random deviation of step_s, as a fraction of it
+    double node_s           # seconds of the all-reduce in its super learner; 0: a single learner
+    int doing               # what the trainer does next, a Doing
+    int after               # what the trainer does after REST
+    bint watches            # the trainer waits (WAIT, REST, FRESH) and checks after every turn
+    bint pauses             # the trainer pauses averaging before its next step
+    bint broken             # the super learner leaves because it has failed
+    bint unfit              # the next model offered is not finite
+    int extend_at           # step at which chunks are added; -1: none
+    int64_t round_met[2]    # exchanges finished with the peers of the round when it began
+    int round_peers[2]      # peers of the round; -1: none
     bint in_round
-    bint settling           # the mean is applied before the next update
-    int64_t mean            # number of the mean that it waits for, 0: none
-    double done_at
+    bint settling           # the mean or correction of the round is applied before the next update
+    int64_t mean            # number of the mean that the trainer waits for; 0: none
+    double done_at          # when the trainer had done its steps
     double step_began
-    double credit           # as it must be
-    int64_t begun           # exchanges
-    int64_t decided
-    int64_t changes         # of the membership
-    double over_at
-    double patience         # with old snapshots in flight, until then
-    bint overdue            # ... it was longer, or chunks of a silent peer or one that left may come
-    bint gave_up            # its trainer has raised
+    double credit           # the credit that the engine must have
+    int64_t begun           # exchanges that have begun
+    int64_t decided         # decisions that were checked
+    int64_t changes         # changes of the membership that were checked
+    double over_at          # when the engine left
+    double patience         # until when the trainer waits for old snapshots in flight
+    bint overdue            # the trainer no longer waits for old chunks, so max_staleness is not checked
+    bint gave_up            # the trainer has raised an error
 
 
 cdef class JobState:
@@ -84,58 +84,58 @@ cdef class JobState:
     cdef Net* net
     cdef int n                  # engines
     cdef int processes          # one for each super learner, and one for a newcomer
-    cdef list seats             # [process]: the engine of its trainer; -1: it has none yet
-    cdef int64_t admits_at      # the step before which all let a newcomer in; -1: none
-    cdef object admission       # of the newcomer; None: there is none
-    cdef uint64_t chance
+    cdef list seats             # [process]: the engine that its trainer uses; -1: none yet
+    cdef int64_t admits_at      # the step before which a super learner is admitted; -1: none
+    cdef object admission       # the Admission of a joining super learner; None: none joins
+    cdef uint64_t chance        # state of the random generator
     cdef Actor* actors
     cdef list loops
     cdef list stores
-    cdef list models            # [engine]: chunks x elements
-    cdef list areas
-    cdef list kept              # memory that engines on one host share
-    cdef list given             # [process]: what its engine is made of
-    cdef list lives             # [engine]: what others must know to read its model where it lies; None: they do not
-    cdef list hosts             # [engine]
-    cdef bint shown             # those of one host read each other's models where they lie
+    cdef list models            # [engine]: array (chunks, elements) of its parameters
+    cdef list areas             # [engine]: mirror, slots, and what the slots hold
+    cdef list kept              # memory that engines on one host share, kept alive
+    cdef list given             # [process]: options of its engine, a Make
+    cdef list lives             # [engine]: the Live of each chunk, with which peers read its model; or None
+    cdef list hosts             # [engine]: number of its host; None: no engines share memory
+    cdef bint shown             # engines on one host read each other's models in place
     cdef list followers         # [engine]: the store of another learner of its super learner, or None
-    cdef list late              # [engine]: what that learner has to apply, and the model that its leader has made of it
-    cdef list tables
-    cdef int period
-    cdef int warm_up
-    cdef object means           # None, "replace" or "add"
-    cdef bint after
-    cdef bint gossips           # pairs beside means
+    cdef list late              # [engine]: the slot that this learner is to apply, and its leader's result
+    cdef list tables            # see Job
+    cdef int period             # steps from round to round
+    cdef int warm_up            # steps without rounds
+    cdef object means           # None, "replace" or "add": see Job
+    cdef bint after             # see Job
+    cdef bint gossips           # there are pairwise exchanges besides means
     cdef Ledger ledger
-    cdef double slack
-    cdef object expected        # sum over engines of what the models would be without exchanges
-    cdef list faults
-    cdef set suspected          # (engine, peer): its wire reports the peer as failed, which lives
-    cdef dict left_at           # (engine, peer) -> when it learned that the peer has left
-    cdef dict parked_at         # (engine, peer) -> when it parked its last exchange with it
-    cdef dict asked             # (engine, peer) -> number of the last exchange that it asked for, which is over there
+    cdef double slack           # see Job
+    cdef object expected        # by chunk: what the sum over all models would be without exchanges
+    cdef list faults            # [(kind, process, arguments)]
+    cdef set suspected          # (engine, peer): the engine's wire takes the living peer for failed
+    cdef dict left_at           # (engine, peer) -> when the engine learned that the peer has left
+    cdef dict parked_at         # (engine, peer) -> when the engine last parked an exchange with the peer
+    cdef dict asked             # (engine, peer) -> number of the engine's last active exchange that is over
     cdef set unheard            # engines that have left without knowing whether a peer has their departure
-    cdef double calm_from       # nothing disturbs the news of departures any more
-    cdef double learned_by      # when all must know of those that have left; NEVER: nothing is to be checked
-    cdef public dict met        # faults x phases that were met
+    cdef double calm_from       # since when nothing delays the spread of departures
+    cdef double learned_by      # when all engines must know all departures; NEVER: there is nothing to check
+    cdef public dict met        # counts faults, by kind and by what the engine was doing
     cdef int64_t coverage[NSTATES * NMESSAGES]
-    cdef public int64_t happened
-    cdef int living             # engines that are neither dead nor over
+    cdef public int64_t happened    # events so far
+    cdef int living             # engines that have neither crashed nor left
     cdef int nchunks
-    cdef int later              # chunks added by EXTEND
+    cdef int later              # chunks that the fault EXTEND adds
     cdef int dtype
-    cdef double ends
+    cdef double ends            # virtual time at which the run ends
     cdef public double leave_deadline_s
-    cdef double detect_s
+    cdef double detect_s        # see Job
     cdef bint still
     cdef double look_s
     cdef double chunk_s
-    cdef int max_staleness  # 0: none
-    cdef double reports_s   # 0: none
+    cdef int max_staleness      # 0: no bound
+    cdef double reports_s       # 0: no reports
     cdef double exchange_share
     cdef bint checks
-    cdef public object story    # of a traced job: (seconds, engine, what)
-    cdef public object timeline # ... (engine, kind or text, began, ended, numbers)
+    cdef public object story    # of a traced job: [(seconds, process, event)]
+    cdef public object timeline # of a traced job: [(process, kind or text, began, ended, numbers)]
 
     cdef void turn_at(self, int i, double at)
     cdef void turn_soon(self, int i)

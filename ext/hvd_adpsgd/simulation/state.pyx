@@ -1,6 +1,6 @@
 # cython: language_level=3
 # Why compiled: every entry of the calendar passes through it.
-"""What the parts of a simulated job share: its engines and trainers, when each acts next, and what has happened."""
+"""The state of a simulated job that its modules share: engines with trainers, calendar, record of the run."""
 
 from libc.stdint cimport uintptr_t
 
@@ -15,10 +15,10 @@ cdef double NEVER = 1e300
 
 
 cdef class JobState:
-    """Engines, trainers, calendar and record of a Job."""
+    """The state of a Job: engines, trainers, and a record of the run."""
 
     cdef void turn_at(self, int i, double at):
-        """Its next turn is at that time, if none is earlier."""
+        """Schedule the next turn of engine i at a time, unless an earlier one is scheduled."""
         cdef Actor* a = &self.actors[i]
         at = max(at, a.busy_until)
         if a.dead or a.over or a.stopped or a.absent or a.turn_at <= at:
@@ -44,11 +44,11 @@ cdef class JobState:
             self.story.append((self.net.now_s - 1.0, self.actors[i].process, what))
 
     cdef object wide(self):
-        """The type of corrections."""
+        """Return the NumPy type of corrections."""
         return np.float64 if self.dtype == FLOAT64 else np.float32
 
     cdef object area_for(self, model, int nslots):
-        """A mirror and slots like a model, as far apart on all engines."""
+        """Allocate a mirror and slots for a model, with the same distances between them on all engines."""
         wide = np.dtype(self.wide())
         area = np.zeros(8 * model.size + nslots * model.size * wide.itemsize, np.uint8)
         slots = area[8 * model.size:].view(wide).reshape(nslots, *model.shape)

@@ -1,11 +1,11 @@
-# Messages over connections that end, in virtual time.
+# A wire whose messages travel over connections that may end, in virtual time.
 from libc.stdint cimport uint64_t
 
 from hvd_adpsgd.simulation.network cimport Envelope, Net, SimulatedWire
 
 cdef enum:
-    COUNT = 6               # kinds of entries: a count comes back to the sender of a stream
-    REDIAL = 7              # ... its connection is opened again
+    COUNT = 6               # kind of a calendar entry: a count arrives at the sender of a stream
+    REDIAL = 7              # kind of a calendar entry: the connection of a stream is opened again
 
 cdef void came(Net* net, Envelope* m) noexcept nogil
 cdef bint read_count(Net* net, int at, uint64_t what) noexcept nogil

@@ -1,12 +1,13 @@
 # cython: language_level=3
 # Why compiled: engines call it as their wire, through C function pointers.
-"""A wire whose messages travel over connections that end, as those of wire_tcp do, in virtual time.
+"""A wire whose messages travel over connections that may end, as those of wire_tcp do, in virtual time.
 
-What one engine sends to another is a stream: it arrives in the order of the sends, whatever the channels. A connection
-may end at any moment. A beginning of what is under way still arrives, until the peer has accepted the next connection;
-the rest is lost, as are counts on their way. Which messages are sent again, and when a send is complete, is decided by
-the functions that wire_tcp uses (engine/unconfirmed). Small messages are copied when they are sent; chunks and sums are
-read from the sender's buffer when they arrive, so a buffer that is changed too early is found.
+All messages of one engine to another form a stream: they arrive in the order in which they were sent,
+whatever their channels. A connection may end at any moment. Then a random initial part of the messages in
+flight still arrives, until the peer has accepted the next connection; the rest and counts in flight are lost.
+The functions that wire_tcp uses (engine/unconfirmed) decide which messages are sent again, and when a send is
+complete. Small messages are copied when they are sent; chunks and sums are read from the sender's buffer when
+they arrive, which reveals a buffer that was changed too early.
 """
 
 from libc.stdint cimport uint64_t, uintptr_t
@@ -23,7 +24,7 @@ from hvd_adpsgd.simulation.network cimport (LATE, Envelope, Link, Net, Network, 
 from hvd_adpsgd.simulation.streams cimport *
 
 
-cdef uint64_t TO_SEND = 1 << 31     # in place of a count: the receiver sends it now
+cdef uint64_t TO_SEND = 1 << 31     # in place of a count: time for the receiver to send one
 
 
 cdef inline Stream* stream_of(Net* net, int src, int dst) noexcept nogil:
@@ -46,7 +47,7 @@ cdef Status stream_send(Wire* wire, Transfer* t, const void* buffer, int nbytes,
 
 
 cdef Post* new_post(Net* net, int peer, int channel, const void* buffer, int nbytes) noexcept nogil:
-    """Of a message; the network frees all at its end, also those of engines that have crashed."""
+    """Return a post for a message; the network frees all posts at its end, also those of crashed engines."""
     cdef bint is_new = net.posts.pool == NULL
     cdef Post* post
     if channel < DATA:
@@ -61,7 +62,7 @@ cdef Post* new_post(Net* net, int peer, int channel, const void* buffer, int nby
 
 
 cdef void send_out(Net* net, Stream* s) noexcept nogil:
-    """Send what is not sent, if there is a connection and it is known what the peer has."""
+    """Send all unsent messages, if there is a connection and no first count must be awaited."""
     cdef Envelope* m
     cdef Post* post = s.outgoing.unsent
     if not s.is_open or s.outgoing.resumes:
@@ -105,7 +106,7 @@ cdef bint stream_release(Wire* wire, Transfer* t) noexcept nogil:
 # ---- what happens to messages --------------------------------------------------------------
 
 cdef double delay(Net* net, int src, int dst) noexcept nogil:
-    """That a head alone takes."""
+    """Return how long a head without a message takes, in seconds."""
     cdef double seconds = net.rules.latency_s * (1.0 + net.rules.jitter * uniform(&net.chance))
     if happens(&net.chance, net.rules.late):
         seconds += LATE * net.rules.latency_s * uniform(&net.chance)
@@ -113,7 +114,7 @@ cdef double delay(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef void hold_message(Envelope* m) noexcept nogil:
-    """From now on its bytes are those that the network has, not the sender's."""
+    """Copy the bytes of a message in flight, so that the sender's buffer is no longer read."""
     m.copy = malloc(max(1, m.nbytes))
     memcpy(m.copy, m.post.buffer, m.nbytes)
     m.source = m.copy
@@ -121,7 +122,7 @@ cdef void hold_message(Envelope* m) noexcept nogil:
 
 
 cdef void came(Net* net, Envelope* m) noexcept nogil:
-    """A message has come whole: it is counted, and confirmed; a small one later, for nothing waits for that."""
+    """Process the arrival of a message: count and confirm it; small ones later, as no send waits for that."""
     cdef double later
     cdef Stream* s = stream_of(net, m.src, m.dst)
     hold_message(m)
@@ -134,13 +135,15 @@ cdef void came(Net* net, Envelope* m) noexcept nogil:
 
 
 cdef void send_count(Net* net, Stream* s, double asked_s) noexcept nogil:
-    """Once the receiver is asked; counts of a connection keep their order."""
+    """Send the receiver's count after `asked_s` seconds; counts of a connection keep their order."""
     s.counted_at = max(net.now_s + asked_s + delay(net, s.dst, s.src), s.counted_at + 1e-9)
     enter(net, s.counted_at, COUNT, s.src * net.n + s.dst, <void*><uintptr_t>((s.connection << 32) + s.received))
 
 
 cdef bint read_count(Net* net, int at, uint64_t what) noexcept nogil:
-    """The sender of a stream reads a count, or the receiver sends one. False if so many messages were not sent."""
+    """Process a COUNT entry: the sender of a stream reads a count, or the receiver sends one.
+
+    Return False if the count exceeds the messages sent."""
     cdef Stream* s = &net.streams[at]
     if what >> 32 != s.connection or not s.is_open:
         return True                         # lost with its connection
@@ -155,7 +158,9 @@ cdef bint read_count(Net* net, int at, uint64_t what) noexcept nogil:
 
 
 cdef void end_connection(Net* net, int src, int dst, double seconds) noexcept nogil:
-    """The connection of a stream ends; a beginning of what is under way may still arrive. It is opened again so much later."""
+    """End the connection of a stream, and schedule its next one in `seconds`.
+
+    A random initial part of the messages in flight still arrives."""
     cdef Stream* s = stream_of(net, src, dst)
     cdef Envelope* m = net.links[dst].coming
     if not s.is_open:
@@ -169,7 +174,7 @@ cdef void end_connection(Net* net, int src, int dst, double seconds) noexcept no
 
 
 cdef void redial(Net* net, int at) noexcept nogil:
-    """A stream has a new connection, unless the network is cut; the peer drops the one before."""
+    """Open a new connection for a stream, or after the end of a cut; messages of the old one are lost."""
     cdef Stream* s = &net.streams[at]
     cdef int here = net.links[s.src].process, there = net.links[s.dst].process
     cdef double cut = max(cut_until(net, here, there), cut_until(net, there, here))
@@ -185,13 +190,15 @@ cdef void redial(Net* net, int at) noexcept nogil:
     s.counted_at = 0
     resume(&s.outgoing)
     if s.outgoing.resumes:
-        send_count(net, s, delay(net, s.src, s.dst))        # it is asked for
+        send_count(net, s, delay(net, s.src, s.dst))        # after ASK_COUNT has arrived
     else:
         send_out(net, s)
 
 
 cdef void shut(Net* net, int src, int dst) noexcept nogil:
-    """The sender takes the peer for failed: nothing is sent any more, and a beginning of what is under way may arrive."""
+    """Close a stream whose sender takes the peer for failed.
+
+    Its sends fail; a random initial part of the messages in flight still arrives."""
     cdef Stream* s = stream_of(net, src, dst)
     cdef Envelope* m = net.links[dst].coming
     while m != NULL:
@@ -207,7 +214,7 @@ cdef void shut(Net* net, int src, int dst) noexcept nogil:
 
 
 cdef class StreamWire(SimulatedWire):
-    """The wire of the engine at a place of a Network with streams."""
+    """The wire of one engine in a Network with streams."""
 
     def __cinit__(self, Network network, int at):
         self.calls.send = stream_send

@@ -1,4 +1,4 @@
-# Trainers of a simulated job.
+# The trainers of a simulated job.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.simulation.state cimport Actor, JobState

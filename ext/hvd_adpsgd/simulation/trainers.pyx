@@ -1,6 +1,6 @@
 # cython: language_level=3
-# Why compiled: it gives the engines their orders, as a trainer's process does.
-"""Trainers of a simulated job: steps, rounds and means, pauses, and when they leave."""
+# Why compiled: it gives the engines their orders through C structs.
+"""The trainers of a simulated job: their steps, rounds, means and pauses, and their departures."""
 
 from libc.stdint cimport int64_t
 
@@ -42,7 +42,7 @@ cdef int act(JobState job, int i) except -1:
 
 
 cdef void wait_for(JobState job, int i, Doing what):
-    """For its round, or for rest: every turn of the engine may bring it."""
+    """Let a trainer wait (WAIT, REST or FRESH); every turn of its engine may end the wait."""
     job.actors[i].doing = what
     job.actors[i].watches = True
     watch(job, i)
@@ -56,7 +56,9 @@ cdef void watch(JobState job, int i):
 
 
 cdef void begin_step(JobState job, int i):
-    """The corrections gathered so far become readable; then the gradient all-reduce of the super learner."""
+    """Begin a step: publish the corrections, then the gradient all-reduce of the super learner.
+
+    If the trainer must first wait, pause, admit a super learner, or leave, do that instead."""
     cdef Actor* a = &job.actors[i]
     if a.in_round:
         wait_for(job, i, WAIT)
@@ -81,12 +83,12 @@ cdef void begin_step(JobState job, int i):
 
 
 cdef int64_t oldest_step(JobState job, Actor* a):
-    """Of a snapshot that may be in flight when a step is published, as Engine.publish has it."""
+    """Return the oldest step of which a snapshot may be in flight at a publish, as in Engine.publish."""
     return a.step + 1 - job.max_staleness if job.max_staleness else 0
 
 
 cdef bint fresh(JobState job, Actor* a):
-    """Whether the step may be published; the trainer waits for at most the deadline of silent peers."""
+    """Whether the step may be published; the trainer waits for old snapshots for at most deadline_s."""
     if a.doing != FRESH:
         a.patience = job.net.now_s + a.core.pairs.deadline_s
     return load(&a.core.mailbox.in_flight_step) >= oldest_step(job, a) or job.net.now_s > a.patience
@@ -99,7 +101,7 @@ cdef void begin_rest(JobState job, int i):
 
 
 cdef void end_step(JobState job, int i):
-    """A local update, the corrections, and the offer of the new model."""
+    """End a step: update the model, apply corrections, offer the model, and begin a round if one is due."""
     cdef Actor* a = &job.actors[i]
     cdef bint fit = True
     if a.settling:
@@ -113,7 +115,7 @@ cdef void end_step(JobState job, int i):
         job.loops[i].extend(len(job.stores[i]), 18)
     if a.unfit:
         a.unfit = False
-        job.areas[i][0][0, 0] = np.nan          # the mirror, until the next step
+        job.areas[i][0][0, 0] = np.nan          # in the mirror, until the next step
         fit = job.tables is not None
     offer(job, i, fit)
     begin_round(job, i)
@@ -156,7 +158,9 @@ cdef int absorb(JobState job, int i, int64_t step) except -1:
 
 
 cdef int follow(JobState job, int i) except -1:
-    """Another learner of the super learner applies the slot of the step before, as late as it may."""
+    """Let another learner of the super learner apply the slot of the last step, as late as possible.
+
+    Check that its parameters are those of its leader."""
     if job.late[i] is None:
         return 0
     model, n, slot, leaders = job.late[i]
@@ -174,7 +178,7 @@ cdef void begin_step_later(JobState job, int i):
 
 
 cdef void settle(JobState job, int i):
-    """The round is over before the next gradient: its mean replaces the model, or its correction is added."""
+    """Apply the mean or the correction of a round that is over, before the next gradient."""
     cdef Actor* a = &job.actors[i]
     a.settling = False
     absorb(job, i, a.step - 1)
@@ -183,12 +187,12 @@ cdef void settle(JobState job, int i):
         offer(job, i, True)
         a.step += 1
     elif job.gossips:
-        job.loops[i].pause(False)       # not before: the slot holds the mean, without corrections
+        job.loops[i].pause(False)       # not earlier: the slot must hold the mean without corrections
     begin_step_later(job, i)
 
 
 cdef void update(JobState job, int i):
-    """A gradient step: numbers that the sum keeps exactly."""
+    """Update a model by a random number that sums of models represent exactly."""
     if job.still:
         return
     model = job.models[i]
@@ -215,12 +219,12 @@ cdef void begin_round(JobState job, int i):
 
 
 cdef void go_on(JobState job, int i):
-    """With a round: wait for it at once, or compute meanwhile."""
+    """After the beginning of a round: wait for it at once, or continue with the step."""
     if job.after:
         wait_for(job, i, WAIT)
     else:
         job.actors[i].doing = STEP
-        if job.gossips:                # else the step that has begun the round goes on
+        if job.gossips:                # else the step in which the round began continues
             begin_step_later(job, i)
 
 
@@ -262,7 +266,9 @@ cdef void leave_job(JobState job, int i, bint broken):
 
 
 cdef void give_up(JobState job, int i):
-    """Its trainer raises, and it leaves as failed: a mean lacks a peer which left early, or a peer took it for failed."""
+    """Let a trainer raise an error and leave as failed.
+
+    A mean lacks a peer that left early, or a peer has taken this super learner for failed."""
     cdef Actor* a = &job.actors[i]
     a.gave_up = True
     a.steps = a.step
@@ -275,12 +281,12 @@ _spans = {}
 
 
 def spans_of(n, count):
-    """Spans of n chunks, each of one tensor."""
+    """Return the spans of n chunks, each a whole tensor."""
     if (n, count) not in _spans:
         _spans[n, count] = np.array([[c, 0, c, 0, count] for c in range(n)], np.int64)
     return _spans[n, count]
 
 
 def addresses_of(model, n):
-    """Where the tensors of a model are."""
+    """Return the addresses of the n tensors of a model."""
     return model.ctypes.data + np.arange(n, dtype=np.uintp) * np.uintp(model.strides[0])
