@@ -283,7 +283,7 @@ cdef void begin(AgreementState* a) noexcept nogil:
 
 
 cdef void decide(AgreementState* a, const Value* value, bint told) noexcept nogil:
-    """Adopt a committed value.
+    """Adopt a committed value as decision a.number, and begin the next decision.
 
     Args:
         told: every member has been sent the value. If not, send it to members that this one believes failed:

@@ -23,7 +23,7 @@ from libc.string cimport memcpy
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, SUMS, TOO_LONG, receive, send, test_once
 
 cdef enum:
-    STAGES = 64             # channels of one sum
+    STAGES = 64             # channels of one sum, one for each stage
     NUMBERS = 32            # sums of an epoch with channels of their own; more than are in flight at once
     EPOCHS = 128            # epochs with channels of their own
 

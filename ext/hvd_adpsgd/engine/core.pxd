@@ -165,7 +165,7 @@ cdef enum MeanStage:
     SUMMING = 0
     AGREEING = 1
 
-cdef struct Share:          # one chunk of a mean of all, in flight
+cdef struct Share:          # this engine's part in the sum of one chunk, for a mean of all models
     bint busy
     bint void               # our chunk was not finite
     int64_t count

@@ -12,7 +12,7 @@ FLOAT16 = 3
 
 
 def itemsize(int dtype):
-    """Bytes of one element of dtype code `dtype`; 0 if the code is unknown."""
+    """Return the bytes of one element of dtype code `dtype`; 0 if the code is unknown."""
     return adpsgd_itemsize(dtype)
 
 

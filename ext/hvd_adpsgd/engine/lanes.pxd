@@ -1,4 +1,4 @@
-# The chunks of an exchange.
+# The chunks of an exchange: their snapshots or differences are sent, received and merged.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport Core, Exchange

@@ -14,7 +14,7 @@ cdef enum Rest:             # what the thread does until the next turn
     OVER = 3                # the engine has left: no more turns
 
 cdef struct Rhythm:
-    double pause_s          # how long to sleep
+    double pause_s          # how long to sleep until the next turn
     double polls_s          # the next pause between polls; 0: the last turn did something
     double moved            # when a turn last did something
     double pace             # seconds per chunk, smoothed
@@ -30,4 +30,4 @@ cdef class Loop:
     cdef pthread_t thread
     cdef bint running           # the thread runs
     cdef bint open
-    cdef object keep            # wire, clock and store stay alive as long as the thread may
+    cdef object keep            # references that keep wire, clock and store alive

@@ -402,7 +402,7 @@ cdef class Loop:
             ring(e.mailbox.doorbell)
 
     def due(self):
-        """Whether the engine asks a peer after the next offer."""
+        """Whether the credit suffices to ask a peer after the next offer."""
         cdef Mailbox* p = &self.core.mailbox
         pthread_mutex_lock(&p.gate)
         cdef double credit = p.given.credit + p.rate

@@ -53,8 +53,8 @@ cdef enum Fault:
     FAULT_FENCED = 7        # a peer has taken this super learner for failed, and continues without it
 
 cdef enum EventKind:        # kinds of timeline records
-    EVENT_ASKED = 0         # an exchange that we asked for
-    EVENT_SERVED = 1        # ... that the peer asked for
+    EVENT_ASKED = 0         # an exchange that this side asked for is over
+    EVENT_SERVED = 1        # an exchange that the peer asked for is over
     EVENT_MERGED = 2        # a chunk was merged
     EVENT_PARKED = 3        # an exchange was parked
     EVENT_MEAN = 4          # a mean of all models; `peer` is NO_PEER
@@ -119,7 +119,7 @@ cdef struct Mailbox:
     int64_t inspection_wanted     # number of the newest inspection that the trainer wants
     int64_t inspection_made       # number of the newest inspection that the thread has made
     void* inspection              # that inspection; the trainer owns it until it wants another one
-    # for the trainer to read
+    # written by the thread, read by the trainer
     Counters counters
     int64_t in_flight_step  # step of the oldest snapshot in flight, NO_STEP if none
     int64_t at_rest         # averaging is paused, and no exchange or mean runs

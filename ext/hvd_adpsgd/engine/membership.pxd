@@ -8,7 +8,7 @@ cdef enum Peer:
     FAILED = 3
 
 cdef enum:
-    LISTENERS = 64          # two for each power of two below the number of super learners
+    LISTENERS = 64          # listeners at most: two for each power of two below the number of super learners
 
 cdef struct Listener:       # a peer to which this engine sends departures
     int peer

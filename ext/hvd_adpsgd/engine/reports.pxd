@@ -9,7 +9,7 @@ cdef enum:
     REPORTS = 16            # reports in one message, at most
 
 cdef struct Report:
-    int64_t version         # counts the reports of its super learner; 0: none
+    int64_t version         # counts the reports that its super learner has made; 0: none
     int rank
     int nbytes
     char text[REPORT_NBYTES]

@@ -174,7 +174,7 @@ cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, 
 
 cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
                          int64_t* step) noexcept nogil:
-    """out = mirror + corrections that the mirror lacks, as on the wire. Returns 1 if out is not finite."""
+    """out = mirror + corrections that it lacks, in the type on the wire. Returns 1 if out is not finite."""
     return memory_snapshot_as(m, chunk, wire_type(chunk_at(m, chunk), wire), offered_only, stream, out, keep, step)
 
 

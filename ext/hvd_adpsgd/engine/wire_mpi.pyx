@@ -239,7 +239,7 @@ cdef class MpiWire(AnyWire):
         number: number of this wire among the wires over the communicator, the same on all ranks.
     """
 
-    CHANNELS = 1 << 19          # tags of one wire
+    CHANNELS = 1 << 19          # how many tags a wire has
 
     cdef Links links
     cdef object comm

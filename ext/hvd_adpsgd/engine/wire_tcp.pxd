@@ -1,4 +1,4 @@
-# The wire over TCP connections.
+# The wire over TCP connections: its connections, its peers, and the state of the wire.
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from hvd_adpsgd.engine.matching cimport Post, Posts, Stray

@@ -146,7 +146,7 @@ cdef void close_link(Sockets* s, Link* link) noexcept nogil:
     The link is freed at the end of the turn, because an event of epoll may still point to it."""
     cdef int fd
     if link.fd >= 0:
-        epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may hold the connection open
+        epoll_ctl(s.epoll, EPOLL_CTL_DEL, link.fd, NULL)     # a forked child may keep it open after close()
         fd, link.fd = link.fd, -1       # before close(): a forked child must not close a reused number
         close(fd)
     link.fd = -1

@@ -385,7 +385,7 @@ cdef void lose_letters(JobState job, int process):
 
 
 cdef void tell_lost(JobState job, int i, int who):
-    """The process of engine i notices that the one of `who` has ended, after its last letter."""
+    """Send LOST from the process of engine `who`, which has ended, to the process of engine i."""
     cdef Admission m = job.admission
     cdef int p = job.actors[i].process, q = job.actors[who].process
     if m is not None and p != q and (p == m.n or q == m.n or not is_in_stage(m.states[p], MemberStage.OVER)):

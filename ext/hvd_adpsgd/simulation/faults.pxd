@@ -1,4 +1,4 @@
-# Faults of a simulated job.
+# Faults of a simulated job, and when engines notice that a process has ended.
 from hvd_adpsgd.simulation.state cimport JobState
 
 cdef int struck(JobState job, int which) except -1

@@ -38,7 +38,7 @@ KINDS = ("failure", "ASK", "YES", "NO", "BYE", "NEWS", "BYE_SEEN", "CUT", "CUT_S
 
 
 cdef class SmallJob:
-    """A job of two to four engines with their trainers.
+    """A job of two to four engines with their trainers, of which an explorer chooses each event.
 
     Args:
         scripts: what each trainer does, in this order, at any time. `o`: do the step's update, apply

@@ -83,7 +83,7 @@ cdef class JobState:
     cdef readonly Network network
     cdef Net* net
     cdef int n                  # engines
-    cdef int processes          # one for each super learner, and one for a newcomer
+    cdef int processes          # one for each super learner, the joining one included
     cdef list seats             # [process]: the engine that its trainer uses; -1: none yet
     cdef int64_t admits_at      # the step before which a super learner is admitted; -1: none
     cdef object admission       # the Admission of a joining super learner; None: none joins

@@ -146,7 +146,7 @@ cdef bint read_count(Net* net, int at, uint64_t what) noexcept nogil:
     Return False if the count exceeds the messages sent."""
     cdef Stream* s = &net.streams[at]
     if what >> 32 != s.connection or not s.is_open:
-        return True                         # lost with its connection
+        return True                         # the count was lost with its connection
     if what & TO_SEND:
         send_count(net, s, 0.0)
         return True
