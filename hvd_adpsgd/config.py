@@ -491,7 +491,7 @@ def _checked(name: str, option: Option, value: Any) -> Any:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Convert the text of an environment variable to the option's kind, or raise ConfigError."""
+    """Convert the text of an environment variable to the option's type, or raise ConfigError."""
     option = _options()[name]
     try:
         return option.parse(text)

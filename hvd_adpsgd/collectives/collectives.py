@@ -121,11 +121,11 @@ class Collectives:
         # of the operation that runs now: the line that calls it, and the time (monotonic) from which on this
         # learner notifies the others that it waits in the operation
         self._caller, self._late = Caller("", "", 0), 0.0
-        # number of the attempt, and steps, that `_tell_late` has sent last
+        # number of the attempt at an operation, and numbers of steps, that `_tell_late` has sent last
         self._told: tuple[int, Any] | None = None
         # number of the attempt at an operation that `require_step` has ended
         self._refused: int | None = None
-        # of replaced communicators; kept alive, as MPI may still read buffers
+        # Messages of replaced communicators; kept alive, as MPI may still read their buffers
         self._earlier: list[Messages] = []
         self.comm, self.messages = comm, self._over(plain)
         self.ranks, self._ranks, self.joining = ranks, ranks, joining

@@ -22,7 +22,8 @@ class MemberStage(Enum):
     """Stages of a member of the job during an admission: what the member waits for."""
 
     RESTS = auto()  # its engine is paused, and the member waits for the member list
-    # waits for its new engine; the member that talks with the joining super learner for that one's, too
+    # waits for its new engine; the member that talks with the joining super learner waits for the engine of
+    # that super learner, too
     MAKES = auto()
     VOTED = auto()  # waits for the votes of all members
     OVER = auto()  # the member has switched to the new engine, or keeps the old one
@@ -33,7 +34,7 @@ class JoinerStage(Enum):
 
     WAITS = auto()  # waits until a member offers to admit it
     MAKES = auto()  # waits for its own engine, and for the members' decision
-    # all members have switched to the new engines; it waits for the members' mean model
+    # all members have switched to the new engines; the joining super learner waits for their mean model
     IN = auto()
     TRAINS = auto()  # has the members' mean model, and trains
     OUT = auto()  # has given up joining

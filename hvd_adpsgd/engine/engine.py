@@ -265,7 +265,7 @@ class Engine:
     # ---- the step --------------------------------------------------------------------------
 
     def publish(self, step: int) -> None:
-        """Publish the corrections gathered so far to this super learner's learners; once per step.
+        """Let this super learner's learners read the corrections that exchanges have computed; once per step.
 
         Call it before the inner all-reduce. A round in progress is waited for first.
 
@@ -278,7 +278,7 @@ class Engine:
             self.rounds.finish()
             self.check()
             if self.config.max_staleness is not None:
-                # what exchanges add after this publish() reaches the parameters one step later
+                # corrections that exchanges compute after this publish() reach the parameters one step later
                 oldest = step + 1 - self.config.max_staleness
                 self.loop.wait_fresh(oldest, self.config.deadline_s)
         self.memory.publish()
@@ -449,7 +449,7 @@ _wires_made: Any = None  # key of the MPI attribute that counts the wires made o
 
 
 def _next_wire(comm: Any) -> int:
-    """Return how many MPI wires were made over `comm` before: the same number on all ranks."""
+    """Return how many MPI wires were made over `comm` before, a number that is equal on all ranks."""
     from mpi4py import MPI
 
     global _wires_made

@@ -111,7 +111,8 @@ class ExchangeMetrics:
 
     def __init__(self, super_size: int):
         self._n = super_size
-        # `square` and `compared` of the counters, at the last `read` that compared models
+        # counters `square` (sum of squared differences between models in exchanges) and `compared` (number of
+        # compared elements) at the last `read` after an exchange
         self._square, self._compared = 0.0, 0
         self._distance = math.nan
 

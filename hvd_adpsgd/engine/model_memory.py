@@ -20,9 +20,9 @@ class ModelMemory:
     """The memory that trainer and engine share, one ShardMemory for each shard of the model.
 
     Learner i of the super learner has the engine's copy (mirror) of shard i; by default one shard, the
-    leader's, is the whole model. A learner with a shard publishes that shard and copies its part of the
-    parameters to the mirror; all learners apply the corrections of all shards. `layout` and `store` are those
-    of this learner's shard.
+    leader's, is the whole model. A learner with a shard publishes the shard's corrections and copies its part
+    of the parameters to the mirror; all learners add the corrections of all shards to their parameters.
+    `layout` and `store` are those of this learner's shard.
 
     Args:
         chunk_nbytes: largest size of a chunk in bytes.
@@ -109,8 +109,11 @@ class ModelMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """Apply the corrections of all shards (ShardMemory.absorb); all learners return the same, as each of
-        them checks all parameters.
+        """Add the corrections that exchanges have computed, of all shards, to the parameters.
+
+        Returns:
+            Whether every parameter is finite, and whether a correction was added, as ShardMemory.absorb;
+            equal on all learners, as each of them adds all corrections and checks all parameters.
         """
         found = [shard.absorb(addresses, step, threads) for shard in self.shards]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)

@@ -1,4 +1,7 @@
-"""The memory in which an engine averages a model's shard: a copy (mirror), buffers of corrections (slots)."""
+"""The memory in which an engine averages a model's shard: a copy (mirror), buffers of corrections (slots).
+
+A correction is what exchanges with peers, or a mean of all models, add to the parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _CACHES_NBYTES = 8 * 2**20
 # bytes of the model per thread of `absorb`: for less, starting a thread costs more than it saves
 THREAD_NBYTES = 4 * 2**20
 _MOST_THREADS = 8  # most threads of one `absorb`, as RUNS of store.pyx
-_ROWS = 4  # rows of `_notes`, one per publication: no learner is more than one all-reduce behind the leader
+_ROWS = 4  # rows of `_notes`, one per publish() call: no learner is over one all-reduce behind the leader
 NO_SLOT = -1
 
 
@@ -53,7 +56,10 @@ class Landing(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A learner's counters: `published` of ShardMemory, calls of publish(), calls that were not deferred."""
+    """Counts of one learner's calls of ShardMemory.publish(): all, and those that were not deferred.
+
+    `published` is that of the ShardMemory.
+    """
 
     published: bool
     calls: int
@@ -68,7 +74,7 @@ class ShardMemory:
 
     Corrections reach the tensors in three steps, each on every learner:
 
-        publish    the corrections gathered so far become the published slot
+        publish    the corrections that exchanges have computed so far become the published slot
         all_met    after an operation of all learners of the super learner: all may read the published slot
         absorb     parameter += correction; on the leader also mirror = parameter
 
@@ -78,7 +84,7 @@ class ShardMemory:
         depart     on the leader: a copy of the parameters, without that slot, is on its way to the mirror
         land       the copy is complete: mirror += correction
 
-    Between depart and land nothing is published: `publish` defers the publication, on all learners alike. So
+    Between depart and land `publish` is deferred, on all learners alike: it publishes no slot. So
     at every moment the mirror lacks the published correction, if there is one, and no other. This holds also
     while only a part of the copy has arrived: the old and the new content of the mirror contain the same
     corrections, and differ by local updates only.
@@ -97,10 +103,11 @@ class ShardMemory:
         layout: where each element lies.
         inner: see the arguments.
         store: the chunks, for the engine.
-        published: `publish` was called since the last `absorb`; the publication may be deferred.
+        published: `publish` was called since the last `absorb`; that call may have been deferred.
         areas: the memory of each part of the layout.
         landing: the running copy of the parameters to the mirror, None without one (leader only).
-        put_off: a publication with corrections was deferred, and nothing has been published since.
+        put_off: a call of `publish` was deferred although there were corrections, and none has taken effect
+            since.
         step: the trainer's step of the parameters in the mirror, -1 before the first copy.
         filled: number of parts of the layout whose mirror has been filled.
     """
@@ -131,7 +138,7 @@ class ShardMemory:
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
-        # published slot that all learners may read and this learner has not applied
+        # number of the slot that all learners may read and this learner has not applied, or NO_SLOT
         self._slot = NO_SLOT
         self._met = False
         self._calls = 0  # calls of publish, equal on all learners
@@ -146,7 +153,7 @@ class ShardMemory:
 
     @property
     def readable(self) -> bool:
-        """Whether all learners of the super learner may read corrections that this one has not applied."""
+        """Whether all learners may read corrections from exchanges that this learner has not applied."""
         return self._met
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
@@ -196,7 +203,7 @@ class ShardMemory:
             self._shown[0].close()
 
     def add_pending(self, copies: NDArray[np.uintp]) -> None:
-        """Add to copies of the tensors the corrections that the tensors have not received yet (leader only).
+        """Add to copies of the tensors the corrections from exchanges that the tensors lack (leader only).
 
         Args:
             copies: for each tensor, in the order of `extend`, the address of a contiguous copy: float64 for
@@ -214,9 +221,9 @@ class ShardMemory:
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
     def publish(self) -> None:
-        """Publish the corrections gathered so far, unless parameters are being copied to the engine.
+        """Publish corrections from exchanges to the super learner, unless a copy to the engine is running.
 
-        A learner that is alone in its super learner may read them at once.
+        Its learners may read them after `all_met`; a learner that is alone may read them at once.
         """
         if self._leads:
             goes = self.landing is None
@@ -229,12 +236,12 @@ class ShardMemory:
             self.all_met()
 
     def _gathered(self) -> bool:
-        """Whether the buffer that the engine fills now (open slot) holds any correction."""
+        """Whether exchanges have put a correction into the buffer that the engine fills now (open slot)."""
         opened = (self.store.published + 1) % self._nslots
         return any(area.shared.flags[opened].any() for area in self.areas)
 
     def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
-        """Make published corrections (slot) readable, after an all-reduce or barrier of the super learner.
+        """Let this learner read published corrections, after an all-reduce or barrier of the super learner.
 
         Before that, the leader may not have published yet, and its engine would still be filling the slot.
 
@@ -253,12 +260,12 @@ class ShardMemory:
             self._calls += 1
 
     def place(self) -> Place:
-        """Return this learner's counters of publications; call it while no publication is readable."""
+        """Return this learner's counts of publish() calls; call it only while `readable` is False."""
         assert not self._met
         return Place(self.published, self._calls, self._publications)
 
     def go_to(self, places: Sequence[Place]) -> None:
-        """Take over the leader's counters of publications, for a learner that was in join() meanwhile.
+        """Take over the leader's counts of publish() calls, on a learner that made none while in join().
 
         Args:
             places: `place()` of all learners, by inner rank.
@@ -266,7 +273,7 @@ class ShardMemory:
         self.published, self._calls, self._publications = places[self._leader]
 
     def take(self) -> int:
-        """Return the number of the readable correction buffer (slot), marking it as applied; else NO_SLOT."""
+        """Return the number of the slot (buffer of corrections) to apply now, or NO_SLOT; mark it applied."""
         slot, self._slot = self._slot, NO_SLOT
         if self._met:
             self._met = self.published = False
@@ -275,7 +282,7 @@ class ShardMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """Apply readable corrections, if any; on the leader also copy the parameters to the engine.
+        """Add published corrections, if any, to the parameters; on the leader copy these to the engine.
 
         Args:
             addresses: address of each tensor's first element, in the order of `extend`; contiguous memory.
@@ -283,7 +290,7 @@ class ShardMemory:
             threads: most threads that may compute; a small model uses one.
 
         Returns:
-            Whether every parameter is finite, and whether a correction was applied.
+            Whether every parameter is finite, and whether a correction was added.
         """
         starts = self._starts(threads)
         found = self.store.absorb(self._spans, addresses, self.take(), step, starts)
@@ -299,7 +306,7 @@ class ShardMemory:
         return found
 
     def wants(self, step: int, due: bool, rate: float) -> bool:
-        """Whether a step without corrections is to copy the parameters from their device to the engine.
+        """Whether a step that adds no corrections copies the parameters from their device to the engine.
 
         The copy is made if the next offer makes the engine ask a peer, and otherwise as often as exchanges
         begin, because a peer may ask. It is not made if corrections had to wait for the last copy: another
@@ -332,7 +339,7 @@ class ShardMemory:
         assert self.landing is not None
         self.store.absorb(self._spans, None, *self.landing)
         self._has_landed(self.landing.step)
-        self.landing = None  # must come last: from now on `publish` publishes again
+        self.landing = None  # must come last: from now on `publish` is not deferred
 
     def _has_landed(self, step: int) -> None:
         self.step, self.filled = step, len(self.layout.parts)

@@ -77,7 +77,7 @@ class StepRounds:
         self._over = functools.partial(loop.wait_mean, loop.begin_mean(rounds.replaces))
 
     def finish(self) -> None:
-        """Wait until the current round, if any, is over and its correction is in the buffer published next.
+        """Wait until the current round, if any, is over: learners can read its correction after publish().
 
         Peers that have left or failed are not waited for. A mean of all continues without failed peers (under
         ULFM), and without peers that have left once their processes have exited.

@@ -341,7 +341,7 @@ def _outcome(
     rates = sent / np.maximum(lived_s, 1e-9)  # a super learner may fail at time 0
     n = c.super_learners
     return Outcome(
-        # the first step is shorter, so the quotient may exceed 1
+        # the first step is shorter, so made steps / expected steps may exceed 1
         steps_kept=min(float(steps.sum() / (n * seconds / c.step_s)), 1.0),
         steps=steps.tolist(),
         exchanges_per_step=float(sum(job.exchanges_of()) / max(steps.sum(), 1)),

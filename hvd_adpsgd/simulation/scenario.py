@@ -41,7 +41,7 @@ __all__ = [
 GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 STRATEGIES = (
     *GOSSIP,
-    "random_pairs",  # listed twice, so that the default strategy is drawn twice as often
+    "random_pairs",  # listed twice: random scenarios have the default strategy twice as often
     "a2cid2",
     "noloco:period=2",
     "delay_by_one",
@@ -52,7 +52,7 @@ STRATEGIES = (
     *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
-# faults that `_with_rare_things` and `_with_connections` draw, not `_random_faults`
+# faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
 _RARE = ("suspect", "join", "break")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
@@ -229,7 +229,7 @@ class Scenario:
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
-        """Draw a scenario from a seed: the same scenario on every machine."""
+        """Return a random scenario for a seed: a seed gives the same scenario on every machine."""
         c = Chance(seed)
         strategy = c.choose(STRATEGIES)
         n = c.integer(4 if strategy == "a2cid2" else 2, 8)
@@ -385,7 +385,7 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
 
 
 def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
-    """Change some scenarios so that situations occur which independent draws seldom produce.
+    """Change some scenarios so that situations occur which independent random choices seldom produce.
 
     These situations are: a bounded staleness; a second crash during the agreement on the first; answers later
     than a whole exchange; a running super learner that is taken for failed; several super learners that leave

@@ -98,7 +98,7 @@ class Rounds:
 
     @property
     def replaces(self) -> bool:
-        """Whether the mean of all models replaces the model bitwise; otherwise a correction is added."""
+        """Whether the mean of all models overwrites each model bitwise; otherwise mean - model is added."""
         return self.waits or self.still
 
     def is_due(self, step: int) -> bool:

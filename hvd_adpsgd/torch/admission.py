@@ -134,7 +134,7 @@ class _Coming:
 _failures: dict[int, int] = {}  # by super_rank, the number of failed starts
 _said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
-_joined: set[int] = set()  # joined in the call before; the next call checks whether they still live
+_joined: set[int] = set()  # joined in the last call of admit; the next call checks if they live
 
 
 def _packed(state: Any) -> tuple[bytes, str]:
@@ -323,7 +323,7 @@ def _admit(
 def _state_for(
     candidate: JoiningSuperLearner | None, optimizers: list[torch.optim.Optimizer], state: bytes
 ) -> memoryview | bytes:
-    """Return the packed JoinState on the learner that is connected to the candidate; b"" on all others.
+    """Return the packed JoinState on the learner connected to the joining super learner; b"" on all others.
 
     Packed before any learner switches to the new connections, as it may fail.
     """

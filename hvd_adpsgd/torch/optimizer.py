@@ -185,7 +185,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
-    weakref.finalize(wrapped, drop, mine).atexit = False  # at exit, shutdown() stops the averagings
+    weakref.finalize(wrapped, drop, mine).atexit = False  # at exit, shutdown() stops it
     bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
 
@@ -204,7 +204,7 @@ def _join_if_synchronous(world: World, strategy: Strategy) -> World:
 
 
 def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
-    """Stop the averagings of earlier optimizers that average one of `tensors`: a tensor has one optimizer."""
+    """Stop the averaging of each earlier optimizer that has one of `tensors`: a tensor has one optimizer."""
     tensors = list(tensors)
     for averaging in list(live()):
         if any(id(tensor) in averaging.tensors.trained for tensor in tensors):
@@ -213,7 +213,7 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _say_retired(averaging: Averaging, ids: set[int]) -> None:
-    """Log that an earlier optimizer stops averaging; warn if the new one lacks some of its parameters."""
+    """Log that an earlier optimizer stops averaging; warn if some of its parameters are not in the new one."""
     trained = averaging.spec.trained
     left = [name for name, p in trained if p.requires_grad and id(p) not in ids]
     if not left:
@@ -254,7 +254,7 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Average gradients in the super learner, step the optimizer, apply corrections, offer the model.
+    """Average gradients in the super learner, step, add corrections from exchanges, offer the model to peers.
 
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
     once, around the optimizer's own step.
@@ -311,7 +311,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
-        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer has no groups
+        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer lacks `_groups`
             self._p_to_group[parameter] = (parameter,)
             self._group_counts[(parameter,)] = 0
         # Horovod's Adasum optimizer has a tensor per parameter here

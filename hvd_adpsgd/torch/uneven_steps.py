@@ -44,7 +44,7 @@ def joined(device: int) -> Iterator[None]:
     world = worlds.current()
     stop_unreferenced()
     averagings = live()
-    optimizers = [averaging.optimizer() for averaging in averagings]  # keeps them alive
+    optimizers = [averaging.optimizer() for averaging in averagings]  # keeps the optimizers alive
     for averaging in averagings:
         _require_asynchronous(averaging)
     for averaging in averagings:
@@ -78,10 +78,10 @@ def _require_asynchronous(averaging: Averaging) -> None:
 
 @torch.no_grad()
 def _begin(averaging: Averaging) -> None:
-    """Apply the readable corrections after the last step, then note in `mates` that this learner joins."""
+    """After the last step, apply published corrections, then record in `mates` that this learner joins."""
     averaging.absorb()
     if averaging.world.inner_size > 1:
-        # before horovod.join, so all see it after the next all-reduce
+        # before horovod.join, so that all learners see it after the next all-reduce
         averaging.super_learner.mates.joins()
 
 
@@ -91,7 +91,7 @@ class _Made(NamedTuple):
     Attributes:
         sets: number of sets of gradients.
         step: number of steps.
-        places: by shard, where its slots are: see ShardMemory.place.
+        places: by shard, its counts of publish() calls: see ShardMemory.place.
     """
 
     sets: int
@@ -109,8 +109,8 @@ def _end(averaging: Averaging, told: list[_Made]) -> None:
     """Copy the state of the learner with most steps to its super learner, after all have called join().
 
     Args:
-        averaging: the averaging of this learner.
-        told: by inner rank, how far the learners have come with it.
+        averaging: the Averaging of one optimizer on this learner.
+        told: by inner rank, how far the learners have come with that optimizer.
     """
     sets = [its.sets for its in told]
     root = sets.index(max(sets))
@@ -137,7 +137,7 @@ def _copy_model(averaging: Averaging, root: int) -> None:
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer, root: int) -> list[torch.Tensor]:
-    """Give the optimizer the root's options and state; return its state tensors, whose values come later."""
+    """Give the optimizer the root's options and state; return state tensors that still lack their values."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     mine = [_outline(optimizer.state.get(p, {})) for p in parameters]

@@ -1,1 +1,1 @@
-"""A training step: its gradients, the averaged tensors, corrections, rounds, checkpoints and metrics."""
+"""A training step: gradients, averaged tensors, corrections from exchanges, rounds, checkpoints, metrics."""

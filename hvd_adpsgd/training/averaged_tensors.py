@@ -114,12 +114,12 @@ class AveragedTensors:
             staging.before_update()
 
     def settle(self) -> None:
-        """Wait until devices have applied the last corrections and copied the parameters to the engine."""
+        """Wait until devices have added corrections to the parameters and copied these to the engine."""
         for staging in self._stagings:
             staging.settle()
 
     def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
-        """Add the published corrections, if any, to the tensors, and copy the results to the engine (mirror).
+        """Add published corrections from exchanges to the tensors; copy the tensors to the engine (mirror).
 
         Args:
             engine: the engine whose memory is bound.
@@ -155,7 +155,7 @@ class AveragedTensors:
         return None if finite else step
 
     def add_pending(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Add corrections that the tensors have not received yet to copies of the tensors. Leaders only.
+        """Add to copies of the tensors the corrections from exchanges that the tensors lack. Leaders only.
 
         Args:
             copies: by id of the averaged tensor, its copy: contiguous, on the host, float64 for float64
@@ -167,14 +167,14 @@ class AveragedTensors:
         self.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Drop the 16-bit rounding errors kept for `tensors`, which were replaced in a pause of averaging."""
+        """Drop the 16-bit rounding errors of `tensors`, which average_model has overwritten with the mean."""
         replaced = {id(tensor) for tensor in tensors}
         mine = enumerate(self.parameters.tensors)
         self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])
 
 
 def _shards(world: World, spec: AveragingSpec) -> int:
-    """Return the number of shards of the model, the same on all learners; log it with HVD_ADPSGD_SHARD."""
+    """Return the number of shards of the model, equal on all learners; log it with HVD_ADPSGD_SHARD."""
     if spec.config.shard is None:
         return 1
     why = ""

@@ -94,7 +94,7 @@ class Averaging:
         return self.tensors.are_staged and not waits
 
     def move_to(self, world: World, engine: Engine) -> None:
-        """Replace world and engine after a super learner has joined; between steps, as averaging pauses."""
+        """Use `world` and `engine` from now on: a super learner has joined, and averaging pauses."""
         self.engines.replace(engine)
         self.world = self.tensors.world = self.super_learner.world = world
         engine.memory.inner = world.inner
@@ -218,7 +218,7 @@ class Averaging:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Apply the published corrections, offer the model, and run the round of this step, if any.
+        """Add published corrections to the model, offer it to peers, and run the round of this step, if any.
 
         Raises:
             NonFiniteModelError: with nonfinite="raise", if a parameter is infinite or not a number; the
@@ -235,8 +235,8 @@ class Averaging:
             _report_nonfinite(self)
 
     def _collect(self) -> bool:
-        """Apply pending corrections, copy the model to the engine; return whether every value is finite."""
-        if self._averages_gradients:  # before_optimizer() has applied this step's corrections
+        """Add corrections from exchanges to the model, copy it to the engine; return whether it is finite."""
+        if self._averages_gradients:  # before_optimizer() has added this step's corrections
             return self.absorb()
         self._publish_inside()
         self.rule.pass_time()
@@ -266,14 +266,14 @@ class Averaging:
         if not rounds.waits:
             return
         self.rule.before_round()
-        self.take_in()  # publishing waits for the round
+        self.take_in()  # waits for the round
         self.rule.after_round()
         self.absorb()
         self.engine.resume()
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Run the rounds of skipped steps before an operation over all learners; else they deadlock.
+        """Run the rounds of skipped steps before an operation over all learners; else learners deadlock.
 
         A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if an
         operation over all learners comes between synchronize() and step().
@@ -295,13 +295,13 @@ class Averaging:
             self._offer(self.take_in())
 
     def take_in(self) -> bool:
-        """Publish and apply the corrections received so far; return whether all parameters are finite."""
-        self.tensors.settle()  # while parameters are being copied to the engine, a publication is deferred
+        """Add corrections that exchanges have computed to the parameters; return whether all are finite."""
+        self.tensors.settle()  # while parameters are being copied to the engine, publish() is deferred
         self._publish_inside()
         return self.absorb()
 
     def _publish_inside(self) -> None:
-        """Publish corrections, unless this step's gradient all-reduce has made published ones readable.
+        """Publish corrections to all mates at a barrier, unless this step's gradient all-reduce has done so.
 
         If a learner has called join(), nothing is published, as that learner does not enter the barrier:
         corrections stay in the engine's open buffer.
@@ -312,7 +312,7 @@ class Averaging:
                 self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
-        """Add the published corrections, if any, to the tensors, and copy the results to the engine (mirror).
+        """Add published corrections from exchanges to the tensors; copy the tensors to the engine (mirror).
 
         Args:
             waits: whether to wait until devices have added and copied. Else the model is offered to peers
@@ -329,7 +329,7 @@ class Averaging:
     # ---- beside the step ---------------------------------------------------------------------
 
     def retire(self, why: str) -> None:
-        """Let later steps raise, with reason `why`; `stop` is called later, on a thread of the script."""
+        """Make further steps of this optimizer raise, with reason `why`; `stop` ends the averaging."""
         self.stopped = self.stopped or why
 
     def stop(self, why: str = "hvd.shutdown() was called") -> None:

@@ -1,4 +1,4 @@
-"""The averaging's part of a checkpoint, besides the model and the optimizer's own state."""
+"""What a checkpoint holds of an optimizer's Averaging, besides the model and the optimizer's own state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 def state(averaging: Averaging) -> dict[str, Any]:
-    """Return the averaging's part of a checkpoint: strategy, step and the strategy's tensors; {} if none."""
+    """Return what a checkpoint holds of an Averaging: strategy, step, the strategy's tensors; or {}."""
     held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
     if not held and averaging.plan.in_step is None:
         return {}
@@ -32,17 +32,17 @@ def state(averaging: Averaging) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
-    """Resume from `state` if it fits this averaging; else reset the strategy to the loaded model.
+    """Resume from `state` if it fits this Averaging; else reset the strategy to the loaded model.
 
     After a reset the strategy's tensors and step are those of a first step.
 
     Args:
-        averaging: the averaging of this learner that resumes.
+        averaging: the Averaging of one optimizer on this learner, which resumes.
         state: what function `state` returned; None for a checkpoint without it, such as a plain optimizer's.
     """
     plan = averaging.plan
     waits = plan.in_step is not None and plan.in_step.waits
-    # no correction is left: each step applies all of its round
+    # no correction is pending: each step adds all corrections of its round
     leaves_nothing = plan.width == 0 and waits
     if averaging.step and not averaging.pauses and not leaves_nothing:
         log.warning(
@@ -69,7 +69,7 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
 
 
 def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
-    """Return why a saved state does not fit this averaging, for a message; "" if it fits."""
+    """Return why a saved state does not fit this Averaging, for a message; "" if it fits."""
     spec = averaging.spec.strategy.spec()
     try:
         if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key

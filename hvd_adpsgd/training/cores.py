@@ -1,4 +1,4 @@
-"""CPU cores reserved for engines' threads (HVD_ADPSGD_ENGINE_CPUS); threads that apply corrections."""
+"""CPU cores reserved for engines' threads (HVD_ADPSGD_ENGINE_CPUS); threads that add corrections."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _bind_threads(cores: Sequence[int]) -> None:
 
 
 def pass_threads(learners: int) -> int:
-    """Return the number of threads with which this learner applies corrections to its model.
+    """Return the number of threads with which this learner adds corrections to its model.
 
     As many as torch has, but no more than this learner's share of the host's cores: without OMP_NUM_THREADS
     torch has one thread per core in every learner.

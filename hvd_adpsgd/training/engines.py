@@ -100,7 +100,7 @@ class Engines:
             self._ahead.extend(specs)
 
     def replace(self, engine: Engine) -> None:
-        """Replace the current engine, in a pause between steps. Exchange counters restart at 0."""
+        """Replace the current engine by `engine`, in a pause between steps. Its counters start at 0."""
         old = self.current
         # stop before `events`, which would miss events that the thread adds later; `release` frees the events
         old.stop()
@@ -111,9 +111,9 @@ class Engines:
         self._tensors.bind(engine.memory)
 
     def inner_barrier(self) -> None:
-        """Wait at a barrier of the super learner, which makes the published corrections (slot) readable.
+        """Wait at a barrier, after which all learners of the super learner may read published corrections.
 
-        After the barrier no learner reads another slot.
+        After the barrier no learner reads another slot than the published one.
         """
         self._tensors.settle()  # devices may still read a buffer of corrections
         self._super_learner.barrier()

@@ -29,7 +29,7 @@ class _Mark(NamedTuple):
         return cls(None, 0) if grad is None else cls(weakref.ref(grad), grad._version)
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter's gradient still is this tensor, with the same or with changed values."""
+        """Whether the parameter's gradient still is this tensor, with unchanged or changed values."""
         if self.grad is None or parameter.grad is None:
             return self.grad is None and parameter.grad is None
         return self.grad() is parameter.grad
@@ -121,7 +121,7 @@ class Gradients:
         return self.averaged and all(test(mark, p) for p, mark in self._averaged.items())
 
     def replaced(self, parameters: Parameters) -> list[torch.Tensor]:
-        """Return the gradients of `parameters` that are other tensors than the averaged ones."""
+        """Return gradients that the script has set in `parameters` in place of the averaged ones."""
         marks = self._averaged
         return [
             p.grad
@@ -146,7 +146,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replacements:
-    """Detects learners of a super learner that step with different gradients set in place of averaged ones.
+    """Detects if learners of a super learner replace averaged gradients by different ones before a step.
 
     Each learner writes a checksum of the gradients with which it steps into shared memory. All compare these
     after the next all-reduce, which no learner enters before its step; so no learner waits to compare, and
@@ -163,11 +163,11 @@ class Replacements:
         self._mine = self._rows[rank]
 
     def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
-        """Write a checksum of gradients `replaced` with which a learner steps after `sets` averaged sets."""
+        """Write a checksum of gradients that replace averaged ones in a step, after `sets` averaged sets."""
         self._mine[sets % 2] = sets + 1, _bits(replaced)
 
     def differ(self, sets: int) -> bool:
-        """Whether learners stepped with different replaced gradients after `sets` averaged sets."""
+        """Whether learners stepped with different gradients in place of averaged ones, after `sets` sets."""
         rows = self._rows[:, sets % 2]
         return len(set(rows[rows[:, _STEPPED] == sets + 1, _BITS])) > 1
 

@@ -148,7 +148,7 @@ def synchronize(self: Any) -> None:
     gradients = self._gradients
     if gradients.averaged and gradients.by_backward and not self._handles:
         self._averaging.require_running()
-        # as in Horovod, backward() may now add gradients to the averages
+        # as in Horovod, backward() may now add gradients to the averaged ones
         gradients.by_backward = False
         self._synchronized = True
         return
@@ -241,10 +241,10 @@ def submit_missing(self: Any) -> None:
 
 
 def _reduced(self: Any) -> Iterable[torch.Tensor]:
-    """Return the parameters whose gradients are averaged; () if these need not be compared later.
+    """Return the parameters whose averaged gradients are checked later for changes; () if none are checked.
 
-    Later comparisons detect replaced gradients in a super learner of several learners, and a repeated
-    synchronize() with a strategy in step.
+    The checks detect gradients that the script has replaced, in a super learner of several learners, and a
+    repeated synchronize() with a strategy in step.
     """
     if self._averaging.world.inner_size == 1 and self._averaging.plan.in_step is None:
         return ()

@@ -24,7 +24,7 @@ def terms() -> list[str]:
 
 
 def _terms_of(averaging: Averaging) -> list[str]:
-    """Return one averaging's strategy, shards, arguments and tensors, added ones too, each as a phrase."""
+    """Return strategy, shards, arguments and tensors (added ones too) of an Averaging, each as a phrase."""
     _, *added = averaging.tensors.specs
     shards = "a model that is not cut"
     if averaging.tensors.shards > 1:
@@ -62,7 +62,7 @@ def unpack(data: bytes) -> Any:
 
 
 class JoinState:
-    """What a joining learner receives besides the model: optimizers, averaging states, the user's state.
+    """What a joining learner receives besides the model: states of optimizers, of averaging, of the user.
 
     Args:
         optimizers: the optimizers of the learner that sends this state.
@@ -76,11 +76,10 @@ class JoinState:
 
     @torch.no_grad()
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Overwrite this learner's optimizers and averagings; called after the model received its values."""
+        """Load this object's states into `optimizers` and the Averaging of each; load the model before."""
         for averaging in live():
-            averaging.step = (
-                0  # else load_state would warn of pending corrections, which a new engine has not
-            )
+            # else load_state warns of pending corrections from exchanges; a new engine has none
+            averaging.step = 0
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             load_in_place(optimizer, saved)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
@@ -90,5 +89,5 @@ class JoinState:
 
 
 def _without_averaging(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a wrapped optimizer's state without its averaging, which `JoinState.memories` already holds."""
+    """Return a wrapped optimizer's state without entry "averaging", which `JoinState.memories` holds."""
     return {key: value for key, value in state.items() if key != "averaging"}

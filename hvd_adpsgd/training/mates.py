@@ -72,7 +72,7 @@ class Mates:
         return late & (self._rows[:, _JOINED] == 0)
 
     def closes(self) -> None:
-        """Record that this learner submits no more gradients."""
+        """Record that this learner submits no more gradients to Horovod."""
         self._mine[_CLOSED] = 1
 
     def have_closed(self, ranks: Iterable[int]) -> list[int]:

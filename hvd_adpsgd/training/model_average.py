@@ -219,7 +219,7 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-    """Put these tensors back into the modules, as half() or cpu() in the block may have replaced them."""
+    """Put the tensors in `held` back into their modules: half() or cpu() may have replaced them."""
     for module, parameters, buffers in held:
         for mine, tensors in ((module._parameters, parameters), (module._buffers, buffers)):
             # no update(): a scripted module's _parameters is no dict
@@ -228,7 +228,7 @@ def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
 
 
 def _restore(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.data = memory  # half() and cpu() may have replaced it
+    tensor.data = memory  # half() and cpu() may have replaced the memory
     if not shares_elements(memory):  # torch refuses to write to an expanded tensor
         memory.copy_(values)
 
@@ -350,7 +350,7 @@ def _means(
 def _with_pending(
     pending: Sequence[Averaging], tensors: list[torch.Tensor], hosts: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the tensors in host memory, plus their pending corrections: copies, if those are averaged."""
+    """Return the tensors in host memory plus pending corrections from exchanges; averaged ones are copies."""
     copies = {id(t): h for t, h in zip(tensors, hosts, strict=True)}
     for averaging in pending:
         for t in averaging.tensors.parameters.tensors:

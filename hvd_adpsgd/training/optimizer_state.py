@@ -1,9 +1,9 @@
-"""The plain and the wrapped optimizer share param_groups, state, hooks and attributes.
+"""The user's (plain) optimizer and the wrapped one share param_groups, state, hooks and attributes.
 
-Scripts and learning-rate schedulers keep references to the plain optimizer, its `param_groups`, one group, or
-a tensor of its state. torch's `load_state_dict` replaces all of these objects, in one of the two optimizers,
-and changes through the old references would have no effect any more. So loading here writes the values into
-the present objects.
+The wrapped one is what hvd.DistributedOptimizer returns for the plain one. Scripts and learning-rate
+schedulers keep references to the plain optimizer, its `param_groups`, one group, or a tensor of its state.
+torch's `load_state_dict` replaces all of these objects, in one of the two optimizers, and changes through the
+old references would have no effect any more. So loading here writes the values into the present objects.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.We
 
 
 def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
-    """Register hooks by which the plain optimizer follows the wrapped one; remove those of an earlier call.
+    """Make the user's (plain) optimizer count the steps of the wrapped one, and refuse steps of its own.
+
+    Registers hooks, and removes those of an earlier call. The wrapped optimizer is what
+    hvd.DistributedOptimizer returns. Where torch has such hooks, one keeps the objects in param_groups and
+    state when the plain optimizer loads a state dict.
 
     Args:
         optimizer: the plain optimizer, which shares its hooks with `wrapped`.
@@ -130,7 +134,7 @@ def _refuse_plain_step(
     optimizer: torch.optim.Optimizer,
     *_: Any,
 ) -> None:
-    """Raise UnsupportedOptimizerError if the plain optimizer is stepped in place of the wrapped one."""
+    """Raise UnsupportedOptimizerError if the script steps the user's optimizer, not the wrapped one."""
     its = wrapped()
     if optimizer is plain() and its is not None and runs(its):
         raise UnsupportedOptimizerError(
@@ -140,7 +144,7 @@ def _refuse_plain_step(
 
 
 def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
-    """Count a step on the plain optimizer, whose schedulers check that it steps before they do."""
+    """Count a step on the user's optimizer: its schedulers check that it has stepped before they do."""
     if (optimizer := plain()) is not None:
         optimizer._opt_called = True
         # older torch reads this counter

@@ -126,7 +126,7 @@ class Parameters:
         return self._addresses
 
     def write_back(self) -> None:
-        """Copy the corrected contiguous copies back to the strided tensors."""
+        """Copy the contiguous copies, to which corrections were added, back to the strided tensors."""
         with torch.no_grad():
             for i, copy in self._copies.items():
                 self.tensors[i].data.copy_(copy.view(self.tensors[i].shape))
@@ -174,7 +174,7 @@ class Parameters:
 
 
 def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise ModelMismatchError if tensors share memory, which would get the correction of each of them."""
+    """Raise ModelMismatchError if tensors share memory, to which the corrections of each would be added."""
     everything = {id(tensor): (name, tensor) for name, tensor in itertools.chain(*named)}
     for name, tensor in everything.values():
         if shares_elements(tensor):

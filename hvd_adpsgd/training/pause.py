@@ -47,14 +47,15 @@ def paused(
     averagings: Sequence[Averaging],
     keeping_pending: Collection[Averaging] = (),
 ) -> Iterator[None]:
-    """Inside the `with` block, no exchange of these averagings runs. All learners enter it together.
+    """Inside the `with` block, no exchange of `averagings` runs. All learners enter the block together.
 
     Args:
         world: the World of this learner.
         doing: name of the operation that needs the pause, for messages.
-        averagings: the averagings to pause: the same in a super learner; another one may have others.
-        keeping_pending: those whose corrections stay pending; of the others all corrections are applied to
-            the parameters.
+        averagings: the Averaging of each optimizer to pause: equal optimizers on all learners of a super
+            learner; another super learner may pause others.
+        keeping_pending: those of `averagings` whose corrections stay pending; the corrections of all others
+            are added to the parameters.
     """
     with contextlib.ExitStack() as stack:
         _come_to_rest(world, doing, averagings)
@@ -69,14 +70,15 @@ def paused(
 
 @torch.no_grad()
 def _apply_all(averaging: Averaging) -> None:
-    """Apply all corrections of a paused averaging; at any point of a step, also after a slot is published.
+    """Add all pending corrections of a paused Averaging to the parameters, at any point of a step.
 
-    `_come_to_rest` has finished a round in progress; its result is applied here, not in the next step.
+    Corrections may be published already for the current step. `_come_to_rest` has finished a round in
+    progress; its result is applied here, not in the next step.
     """
     rule = averaging.rule
     rule.before_corrections()
     averaging.take_in()  # corrections published for the current step
-    averaging.take_in()  # and those that exchanges have added since that publication
+    averaging.take_in()  # and those that exchanges have computed since then
     rule.after_corrections()
     rule.settle()
 
@@ -115,7 +117,7 @@ def _resume_unless_paused(averaging: Averaging) -> None:
 
 
 def resume(averaging: Averaging) -> None:
-    """Copy the changed parameters to the mirror, then resume the engine."""
+    """Copy the changed parameters to the engine's copy (mirror), then resume the engine."""
     # before resume: else peers average with the parameters from before the pause
     averaging.absorb()
     _resume_engine(averaging)

@@ -1,4 +1,4 @@
-"""The averagings of this process: registered with shutdown, SIGTERM and collectives until they stop."""
+"""The Averaging of each optimizer in this process: registered with shutdown, SIGTERM and collectives."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _dropped: list[Averaging] = []
 
 
 def live(also_stopping: bool = False) -> list[Averaging]:
-    """Return the running averagings, oldest first; with `also_stopping` also those that are being stopped."""
+    """Return each optimizer's running Averaging, oldest first; `also_stopping` adds those being stopped."""
     return [averaging for averaging in _live if also_stopping or not averaging.stopped]
 
 
 def stop_unreferenced() -> None:
-    """Stop the averagings whose optimizers the script has dropped.
+    """Stop the averaging of optimizers that the script has dropped.
 
     A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging runs on until the
     garbage collector finds the cycle, at a different moment on each learner; so this runs the collector.
@@ -47,7 +47,7 @@ def stop_unreferenced() -> None:
 
 @contextlib.contextmanager
 def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averaging]]:
-    """Yield the running averagings whose optimizers all learners of this super learner hold, oldest first.
+    """Yield the Averaging of each optimizer that all learners of this super learner hold, oldest first.
 
     For operations over all learners, all of which enter the `with` block together. An averaging ends in a
     super learner with the first of its learners that drops the optimizer: it is stopped here, too. Inside the
@@ -60,7 +60,7 @@ def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averag
     """
     stop_unreferenced()
     mine = live()
-    optimizers = [averaging.optimizer() for averaging in mine]  # keeps them alive
+    optimizers = [averaging.optimizer() for averaging in mine]  # keeps the optimizers alive
     told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))
     concerned = [set(its) for super_rank, its in told if by_job or super_rank == world.super_rank]
     common = set.intersection(*concerned)
@@ -78,19 +78,19 @@ def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averag
 
 
 def new_number(world: World) -> int:
-    """Return the number of the next averaging, the same on all learners, which call this together."""
+    """Return a number for the next optimizer's Averaging, equal on all learners, which call this together."""
     told = world.collectives.gather("averaging", [averaging.number for averaging in _live])
     return max(itertools.chain(*told), default=-1) + 1
 
 
 def renumber() -> None:
-    """Number the running averagings by age: a joining learner has numbered its own from 0."""
+    """Number the Averaging of each optimizer by age: a joining learner has numbered its own from 0."""
     for number, averaging in enumerate(live()):
         averaging.number = number
 
 
 def drop(averaging: Averaging) -> None:
-    """Queue the averaging of a garbage-collected optimizer for `stop_dropped`, which stops it later.
+    """Queue the Averaging of a garbage-collected optimizer for `stop_dropped`, which stops it later.
 
     The garbage collector may call this on any thread, one that holds a lock or that `Averaging.stop` waits
     for, so the averaging cannot be stopped here.
@@ -101,7 +101,7 @@ def drop(averaging: Averaging) -> None:
 
 
 def stop_dropped() -> None:
-    """Stop the averagings whose optimizer was garbage collected; called on a thread of the script."""
+    """Stop the averaging of garbage-collected optimizers; called on a thread of the script."""
     # pop() may find the list empty: another thread runs this, too
     with contextlib.suppress(IndexError):
         while True:
@@ -109,7 +109,7 @@ def stop_dropped() -> None:
 
 
 def register(averaging: Averaging) -> None:
-    """Register an averaging, until it stops, for calls at shutdown, on SIGTERM and around collectives."""
+    """Register an Averaging, until it stops, for calls at shutdown, on SIGTERM and around collectives."""
     world, order, engines = averaging.world, averaging.order, averaging.engines
     entries: list[tuple[list[Any], Callable[..., Any]]] = [
         (world.membership.sources, engines.peer_news),

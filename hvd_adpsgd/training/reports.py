@@ -51,7 +51,7 @@ def metrics_of(averaging: Averaging) -> dict[str, Any]:
 
 
 def _views() -> list[dict[str, Any]]:
-    """Return the entries of a state file (written on SIGUSR1), one dict per averaging of this learner."""
+    """Return the entries of a state file (written on SIGUSR1), one dict per optimizer that averages."""
     return [
         {
             "strategy": averaging.spec.strategy.spec(),

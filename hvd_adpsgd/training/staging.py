@@ -117,11 +117,11 @@ class Staging:
     def absorb(
         self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
     ) -> None:
-        """Let devices apply readable corrections; on the leader, let them copy parameters to the engine.
+        """Let devices add published corrections to parameters; on the leader, also copy these to the engine.
 
         Args:
             step: the trainer's step of these parameters.
-            wants: whether to copy the parameters also without readable corrections (if no copy is running).
+            wants: whether to copy the parameters also without published corrections (if no copy is running).
             offer: called with the step of the model in the mirror and whether that is finite: in another
                 thread when the copy is complete; at once, if no copy is made.
 
@@ -249,12 +249,15 @@ class _Check(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run: consecutive chunks of one dtype and one kind of corrections; no longer than a piece.
+    """A run: consecutive chunks of one dtype, all of which a slot corrects, replaces or leaves unchanged.
+
+    A run is no longer than a piece.
 
     Attributes:
         part: number of the part of the layout.
         first, last: numbers of the first and last chunk in that part, `last` excluded.
-        kind: what the slot has for these chunks: 0 (nothing), ADDS or REPLACES of store.pxd.
+        kind: what the slot holds for these chunks: 0 (nothing), ADDS (corrections) or REPLACES (new values),
+            as in store.pxd.
     """
 
     part: int
@@ -322,7 +325,7 @@ class _Table:
                 first = i
 
     def runs(self, slot: int) -> list[_Run]:
-        """Return all chunks as runs, split where the kind of corrections in buffer `slot` changes."""
+        """Return all chunks as runs: `slot` holds corrections, new values or nothing for a whole run."""
         if slot == NO_SLOT:
             return self._pieces
         return [run for piece in self._pieces for run in self._split(piece, slot)]
@@ -414,7 +417,7 @@ class _Lane:
         self._corrections, self._copies = device.empty(0), device.empty(0)
         self._mine: dict[int, list[tuple[int, int, int, int]]] = {}
         self._spans: dict[_Run, list[_Span]] = {}
-        # flat views, kept until the streams have used them
+        # flat views of tensors, kept until the streams have used them
         self._flat: dict[int, torch.Tensor] = {}
 
     def bind(self, table: _Table, tensors: list[int]) -> None:
@@ -432,7 +435,7 @@ class _Lane:
         self._copies = self.device.empty(max(copies, default=0))
 
     def absorb(self, corrected: list[_Run], others: list[_Run], slot: int, copies: bool) -> None:
-        """Queue adding the corrections of buffer `slot`; before that, if `copies`, copies to the engine."""
+        """Queue adding buffer `slot` to the parameters; before that, if `copies`, copies to the engine."""
         current = self.device.current()
         ready = current.record()
         self._up.wait(ready)
@@ -501,7 +504,7 @@ class _Lane:
         return self._down.record()
 
     def _correct(self, run: _Run, slot: int, copied: Event | None) -> None:
-        """Queue the corrections for a run of chunks, after event `copied` (the end of its copy), if given."""
+        """Queue adding corrections to a run of chunks, after event `copied` (end of its copy), if given."""
         spans = self._spans_of(run)
         if not spans:
             return

@@ -108,7 +108,7 @@ class SuperLearner:
             )
 
     def note_quorum(self) -> None:
-        """Note a lost quorum in `mates`, for all learners, before a gradient of the step is submitted."""
+        """Record a lost quorum in `mates`, for all learners, before a gradient of the step is submitted."""
         if self._is_minority:
             self.mates.loses_quorum()
 
@@ -146,7 +146,7 @@ def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meeting_of(world: World, seconds: float, doing: str, where: str) -> Iterator[None]:
-    """As `SuperLearner.meeting`, where there may be no averaging.
+    """As `SuperLearner.meeting`, where there may be no wrapped optimizer.
 
     Args:
         world: the World of this learner.

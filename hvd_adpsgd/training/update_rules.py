@@ -48,10 +48,10 @@ class UpdateRule:
         """Hook after the optimizer has stepped: advance the rule by one unit of time."""
 
     def before_corrections(self) -> None:
-        """Hook before corrections are added to the model, in a step or in a pause."""
+        """Hook before corrections from exchanges are added to the model, in a step or in a pause."""
 
     def after_corrections(self) -> None:
-        """Hook after corrections were added to the model."""
+        """Hook after corrections from exchanges were added to the model."""
 
     def before_round(self) -> None:
         """Hook after a round has begun and before its correction is applied."""
@@ -63,7 +63,7 @@ class UpdateRule:
         """Hook of a pause after all corrections were applied: average_model or a checkpoint comes next."""
 
     def adapt(self, law: laws.Rule | None) -> None:
-        """Take the constants of `law`, the same rule for the number of super learners after a join."""
+        """Take the constants of `law`: this update rule for the number of super learners after a join."""
 
     def tensors(self) -> dict[str, Tensors]:
         """Return the rule's state for checkpoints, by name."""

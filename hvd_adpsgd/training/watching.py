@@ -204,7 +204,7 @@ class Watcher:
         # by super_rank: time of the super learner's last report in the record
         self._recorded: dict[int, float] = {}
         self._watched: weakref.ref[Averaging] | None = None
-        # held by `look`, which the trainer's thread calls, too, when an averaging stops
+        # held by `look`, which the trainer's thread calls, too, when an optimizer's averaging stops
         self._lock = threading.Lock()
         # what log_to sends: reports by super_rank, own super_rank, living super learners
         self._shown: tuple[dict[int, Report], int, set[int]] | None = None
@@ -432,7 +432,7 @@ def _about(world: World) -> dict[str, Any]:
 
 
 def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> Sample:
-    """Return the present counters of an averaging, or of a script without one, and the logged scalars."""
+    """Return the counters of an Averaging, or of a script without wrapped optimizer, and logged scalars."""
     parts = {"global_operations": usage.totals()["global_operations_s"]}
     if averaging is None:  # nothing counts steps, but the script may log a scalar named "step"
         logged = _logged()

@@ -61,7 +61,7 @@ class Board:
     def tables(
         self, super_rank: int, peers: Mapping[int, int], staleness: Mapping[int, int]
     ) -> None:
-        """Set one super learner's number of exchanges with each peer, and of chunks by staleness in steps."""
+        """Store one super learner's numbers of exchanges, by peer, and of chunks, by staleness in steps."""
         with self._lock:
             track = self._tracks.setdefault(super_rank, Track())
             track.peers, track.staleness = dict(peers), dict(staleness)

@@ -31,7 +31,7 @@ _POINTS = 4800  # most points of one chart, over all its lines
 _LARGEST, _LEAST = (
     1e100,
     1e-100,
-)  # largest absolute value that is drawn; least span that is not a constant
+)  # largest absolute value that a chart shows; a smaller range of values is drawn as a constant line
 COLOURS = 8  # number of classes c0, c1, ..., to each of which the page's style gives a colour
 
 

@@ -37,9 +37,9 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("absorb", "calibrate", "kernels", "peers")  # kinds that _measure() does not launch
+_HERE = ("absorb", "calibrate", "kernels", "peers")  # benchmarks that _measure() does not launch
 
-# Lower bounds of arguments that mean the same in all kinds of benchmark; _LEAST_OF has those of one kind.
+# Lower bounds of arguments that have one meaning in all benchmarks; _LEAST_OF has those of one benchmark.
 _LEAST = {
     "mib": 0.01,
     "rounds": 1,

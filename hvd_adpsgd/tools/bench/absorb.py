@@ -1,7 +1,7 @@
-"""Benchmark of a step's pass over the model, by one thread and by several, against a copy of the model.
+"""Benchmark of adding corrections to a model, by one thread and by several, against a copy of the model.
 
-Run by `python -m hvd_adpsgd bench absorb`, in one process: the pass applies corrections of all parameters to
-a float32 model and copies the model to the engine's copy of it (mirror), as a leader does in each step beside
+Run by `python -m hvd_adpsgd bench absorb`, in one process: a pass adds corrections of all parameters to a
+float32 model and copies the model to the engine's copy of it (mirror), as a leader does in each step beside
 its optimizer.
 """
 
@@ -36,7 +36,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _round(trial: Trial, copy: np.ndarray, threads: int) -> tuple[float, float, float]:
     """Return the seconds of a copy, of a pass by one thread, and of a pass by several threads."""
     copy_s = trial.timed(lambda: np.copyto(copy, trial.model))
-    trial.chunks()  # makes corrections of all chunks, which the next pass applies
+    trial.chunks()  # computes corrections of all chunks, which the next pass adds to the model
     one_s = trial.timed(trial.step)
     trial.chunks()
     return copy_s, one_s, trial.timed(lambda: trial.step(threads))

@@ -73,7 +73,7 @@ class Trial:
         return time.perf_counter() - began
 
     def step(self, threads: int = 1) -> None:
-        """Do a leader's work in a step: publish and apply corrections, copy the model for the engine."""
+        """Do a leader's work in a step: add corrections to the model, copy the model to the engine."""
         self.memory.publish()
         self.memory.absorb(self._addresses, self._step, threads)
         self._step += 1

@@ -32,11 +32,11 @@ class Driven:
         self.engine = Engine(inner=None, outer=outer, plan=plan, config=config)
         self.engine.memory.extend([TensorSpec("model", model.shape, str(model.dtype))])
         self.engine.start()
-        self._model = model  # kept alive: corrections are written to its address
+        self._model = model  # kept alive: corrections are added at its address
         self._addresses = np.array([model.ctypes.data], dtype=np.uintp)
 
     def round(self, number: int, average: Callable[[], Any]) -> Any:
-        """Offer the model to the engine, call average(), add the corrections; return average()'s result."""
+        """Offer the model to the engine, call average(), add corrections to the model; return its result."""
         engine = self.engine
         engine.memory.absorb(self._addresses, number)
         engine.offer(number)

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def draw(rng: np.random.Generator, n: int, rate: float, seconds: float) -> list[Event]:
-    """Draw the exchanges of a ring in [0, seconds]; each super learner has `rate` per unit of time."""
+    """Return random exchanges of a ring in [0, seconds]; each super learner has `rate` per unit of time."""
     edges = topology.ring_edges(n)
     count = rng.poisson(rate * n / 2 * seconds)
     times = np.sort(rng.uniform(0, seconds, count))
@@ -206,7 +206,7 @@ def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: floa
 
 
 def draw_all(seeds: Any, count: int, n: int, length: float) -> list[list[Event]]:
-    """Draw `count` sequences of exchanges per seed; `seeds` is (seeds, number of this use of the seeds)."""
+    """Return `count` random sequences of exchanges per seed; `seeds` is (seeds, number of their use)."""
     each = [np.random.default_rng([seed, seeds[1]]) for seed in seeds[0]]
     return [draw(rng, n, 1.0, length) for rng in each for _ in range(count)]
 

@@ -93,14 +93,14 @@ class Trial:
         )
 
     def row(self, steps: int, times: float) -> dict[str, float]:
-        """Return the seconds of a mean of all models while nothing else runs, and of a step of each kind."""
+        """Return the seconds of a mean of all models while nothing else runs, and of a step, by averaging."""
         before = self.means("periodic")
         self.block("periodic", steps, 0.0)
         mean_s = self.mean_s("periodic", before)
         return {"mean": mean_s} | {k: self.block(k, steps, times * mean_s) for k in KINDS}
 
     def block(self, kind: str, steps: int, compute_s: float) -> float:
-        """Train a block of steps of one kind; return the seconds per step of the slowest learner."""
+        """Train a block of steps, averaging as `kind`; return the seconds per step of the slowest learner."""
         optimizer = self.optimizers[kind]
         for _ in range(WARM_UP):
             optimizer.step()
