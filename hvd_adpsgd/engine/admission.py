@@ -68,7 +68,7 @@ class Member:
         return made
 
     def goes_over(self, all_made: bool, members: Collection[int]) -> bool:
-        """Whether this member switches to the new engine; all members decide the same.
+        """Whether this member switches to the new engine; the decision is equal on all members.
 
         Args:
             all_made: whether every vote was yes.

@@ -320,7 +320,8 @@ class Connections:
                     connection = await _connect(address)
             except ConnectionRefusedError:
                 # No socket listens there any more: the process has ended. A host that is only busy drops a
-                # SYN for which it has no room, and sends no reset. A firewall that rejects looks the same.
+                # SYN for which it has no room, and sends no reset. A firewall that rejects looks
+                # like an ended process.
                 await self._tell(TcpWire.REFUSED, peer)
                 return
             except (OSError, TimeoutError) as error:

@@ -56,7 +56,7 @@ class Landing(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Counts of one learner's calls of ShardMemory.publish(): all, and those that were not deferred.
+    """Counts of one learner's calls of ShardMemory.publish(): all, and those not deferred by a running copy.
 
     `published` is that of the ShardMemory.
     """
@@ -221,7 +221,8 @@ class ShardMemory:
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
     def publish(self) -> None:
-        """Publish corrections from exchanges to the super learner, unless a copy to the engine is running.
+        """Publish corrections from exchanges to the super learner's learners, unless parameters are being
+        copied to the engine.
 
         Its learners may read them after `all_met`; a learner that is alone may read them at once.
         """
@@ -241,7 +242,8 @@ class ShardMemory:
         return any(area.shared.flags[opened].any() for area in self.areas)
 
     def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
-        """Let this learner read published corrections, after an all-reduce or barrier of the super learner.
+        """Let this learner read the corrections that the leader has published, after an all-reduce or barrier
+        of the super learner.
 
         Before that, the leader may not have published yet, and its engine would still be filling the slot.
 
@@ -282,7 +284,7 @@ class ShardMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """Add published corrections, if any, to the parameters; on the leader copy these to the engine.
+        """Add corrections from exchanges, if any, to the parameters; on the leader copy these to the engine.
 
         Args:
             addresses: address of each tensor's first element, in the order of `extend`; contiguous memory.

@@ -1,4 +1,4 @@
-"""Plain messages between all learners, and the agreements that consist of such messages.
+"""Point-to-point messages between all learners, and the agreements that consist of such messages.
 
 One private communicator carries the messages. ULFM's revoke, shrink and agree are never called on it: while
 several threads use MPI, Open MPI's agree gives different answers on different learners, and shrink calls it.

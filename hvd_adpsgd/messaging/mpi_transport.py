@@ -1,4 +1,4 @@
-"""Transports, which move plain messages between learners: over MPI here, over sockets in `sockets`."""
+"""Transports, which move point-to-point messages of learners: over MPI here, over sockets in `sockets`."""
 
 from __future__ import annotations
 

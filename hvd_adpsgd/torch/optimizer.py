@@ -213,7 +213,7 @@ def _retire_owners(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _say_retired(averaging: Averaging, ids: set[int]) -> None:
-    """Log that an earlier optimizer stops averaging; warn if some of its parameters are not in the new one."""
+    """Log that one optimizer stops averaging; warn if the new optimizer lacks some parameters of that one."""
     trained = averaging.spec.trained
     left = [name for name, p in trained if p.requires_grad and id(p) not in ids]
     if not left:

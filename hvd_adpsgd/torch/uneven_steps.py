@@ -78,7 +78,7 @@ def _require_asynchronous(averaging: Averaging) -> None:
 
 @torch.no_grad()
 def _begin(averaging: Averaging) -> None:
-    """After the last step, apply published corrections, then record in `mates` that this learner joins."""
+    """Add corrections from exchanges after the last step; record in `mates` that this learner joins."""
     averaging.absorb()
     if averaging.world.inner_size > 1:
         # before horovod.join, so that all learners see it after the next all-reduce

@@ -119,7 +119,7 @@ class AveragedTensors:
             staging.settle()
 
     def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
-        """Add published corrections from exchanges to the tensors; copy the tensors to the engine (mirror).
+        """Add corrections from exchanges, if any, to the tensors; copy the tensors to the engine (mirror).
 
         Args:
             engine: the engine whose memory is bound.

@@ -141,7 +141,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-        """Context manager around a step: checks tensors and engine; if the step raises, its round runs later.
+        """Context manager of a step: checks tensors and engine; if the step raises, peers are owed its round.
 
         Args:
             groups: the optimizer's param_groups.
@@ -218,7 +218,7 @@ class Averaging:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Add published corrections to the model, offer it to peers, and run the round of this step, if any.
+        """Add corrections from exchanges to the model, offer it to peers, run the round of this step, if any.
 
         Raises:
             NonFiniteModelError: with nonfinite="raise", if a parameter is infinite or not a number; the
@@ -301,7 +301,7 @@ class Averaging:
         return self.absorb()
 
     def _publish_inside(self) -> None:
-        """Publish corrections to all mates at a barrier, unless this step's gradient all-reduce has done so.
+        """Let the super learner read corrections from exchanges, by a barrier, unless its all-reduce did so.
 
         If a learner has called join(), nothing is published, as that learner does not enter the barrier:
         corrections stay in the engine's open buffer.
@@ -312,7 +312,7 @@ class Averaging:
                 self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
-        """Add published corrections from exchanges to the tensors; copy the tensors to the engine (mirror).
+        """Add corrections from exchanges, if any, to the tensors; copy the tensors to the engine (mirror).
 
         Args:
             waits: whether to wait until devices have added and copied. Else the model is offered to peers
@@ -335,7 +335,7 @@ class Averaging:
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and notify the peers, in bounded time; also called by hvd.shutdown()."""
         self.retire(why)
-        # pop() may find the list empty: another thread stops this averaging, too
+        # pop() may find the list empty: another thread runs `stop`, too
         with contextlib.suppress(IndexError):
             while True:
                 self.at_stop.pop()()

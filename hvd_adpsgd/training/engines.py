@@ -111,7 +111,7 @@ class Engines:
         self._tensors.bind(engine.memory)
 
     def inner_barrier(self) -> None:
-        """Wait at a barrier, after which all learners of the super learner may read published corrections.
+        """Wait at a barrier, after which learners of the super learner may read corrections from exchanges.
 
         After the barrier no learner reads another slot than the published one.
         """

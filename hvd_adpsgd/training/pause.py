@@ -20,7 +20,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 @contextlib.contextmanager
 def averaging_paused() -> Iterator[None]:
-    """Pause averaging: inside the `with` block no exchange runs, the parameters include all corrections.
+    """Pause averaging: inside the `with` block no exchange runs, and no correction from exchanges is pending.
 
     For checkpoints of every super learner's own model, `with hvd.averaging_paused(): torch.save(...)`:
     the mean of these models is the mean of the run. All learners enter the block together; entering waits for
@@ -77,7 +77,7 @@ def _apply_all(averaging: Averaging) -> None:
     """
     rule = averaging.rule
     rule.before_corrections()
-    averaging.take_in()  # corrections published for the current step
+    averaging.take_in()  # corrections that publish() has released for the current step
     averaging.take_in()  # and those that exchanges have computed since then
     rule.after_corrections()
     rule.settle()

@@ -117,7 +117,7 @@ class Staging:
     def absorb(
         self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
     ) -> None:
-        """Let devices add published corrections to parameters; on the leader, also copy these to the engine.
+        """Let devices add corrections from exchanges to parameters; on the leader, copy these to the engine.
 
         Args:
             step: the trainer's step of these parameters.

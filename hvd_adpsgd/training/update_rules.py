@@ -54,13 +54,13 @@ class UpdateRule:
         """Hook after corrections from exchanges were added to the model."""
 
     def before_round(self) -> None:
-        """Hook after a round has begun and before its correction is applied."""
+        """Hook after a round has begun and before its correction is added to the model."""
 
     def after_round(self) -> None:
         """Hook after the correction of a round was added to the model."""
 
     def settle(self) -> None:
-        """Hook of a pause after all corrections were applied: average_model or a checkpoint comes next."""
+        """Hook of a pause, after all corrections were added: average_model or a checkpoint comes next."""
 
     def adapt(self, law: laws.Rule | None) -> None:
         """Take the constants of `law`: this update rule for the number of super learners after a join."""

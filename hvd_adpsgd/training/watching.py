@@ -119,7 +119,7 @@ def _require_name(name: str) -> None:
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return a scalar as a float; a tensor on a GPU as a copy on that GPU, to be read later."""
+    """Return a scalar as a float; a tensor on a GPU as a copy on that GPU, which `_logged` reads."""
     is_tensor = isinstance(value, torch.Tensor)
     has_values = not (is_tensor and value.is_meta)
     is_one = isinstance(value, _SIZED) and _size(value) == 1 and has_values

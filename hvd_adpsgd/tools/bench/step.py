@@ -46,7 +46,7 @@ def main() -> None:
 
 
 class Trial:
-    """One model with two optimizers, one plain and one that averages.
+    """One model with two optimizers: torch's SGD alone, and one that averages models with peers.
 
     Args:
         averaging: spec of the averaging strategy.
