@@ -267,7 +267,8 @@ class Engine:
     def publish(self, step: int) -> None:
         """Let this super learner's learners read the corrections that exchanges have computed; once per step.
 
-        Call it before the inner all-reduce. A round in progress is waited for first.
+        Call it before the super learner's all-reduce, after which they may read. Waits first for a round in
+        progress.
 
         Raises:
             AdpsgdError: the first fatal failure of the engine.

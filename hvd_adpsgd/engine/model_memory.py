@@ -109,7 +109,7 @@ class ModelMemory:
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1
     ) -> tuple[bool, bool]:
-        """Add the corrections that exchanges have computed, of all shards, to the parameters.
+        """Add to the parameters the corrections that exchanges have computed, of all shards.
 
         Returns:
             Whether every parameter is finite, and whether a correction was added, as ShardMemory.absorb;

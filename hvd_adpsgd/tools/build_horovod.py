@@ -102,8 +102,8 @@ SCOPE, BEGUN = "hvd_adpsgd", "begun"
 FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0
 
 CHANGES = (
-    # torch >= 2.1 needs C++17, which Horovod's repository uses too since 0.28.1. The run path lets a
-    # cached wheel find the libmpi and the torch of the environment it is installed in
+    # torch >= 2.1 needs C++17, to which Horovod's repository changed after release 0.28.1. The run path
+    # lets a cached wheel find the libmpi and the torch of the environment it is installed in
     # (site-packages/horovod/torch -> lib, -> site-packages/torch/lib).
     Change(
         "CMakeLists.txt",

@@ -185,7 +185,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
-    weakref.finalize(wrapped, drop, mine).atexit = False  # at exit, shutdown() stops it
+    weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops averaging at exit
     bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
 

@@ -295,7 +295,7 @@ class Averaging:
             self._offer(self.take_in())
 
     def take_in(self) -> bool:
-        """Add corrections that exchanges have computed to the parameters; return whether all are finite."""
+        """Add corrections from all exchanges so far to the parameters; return whether these are finite."""
         self.tensors.settle()  # while parameters are being copied to the engine, publish() is deferred
         self._publish_inside()
         return self.absorb()

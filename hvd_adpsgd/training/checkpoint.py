@@ -17,7 +17,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 def state(averaging: Averaging) -> dict[str, Any]:
-    """Return what a checkpoint holds of an Averaging: strategy, step, the strategy's tensors; or {}."""
+    """Return an Averaging's state for a checkpoint: strategy, step, the strategy's tensors; {} if none."""
     held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
     if not held and averaging.plan.in_step is None:
         return {}
@@ -32,7 +32,7 @@ def state(averaging: Averaging) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
-    """Resume from `state` if it fits this Averaging; else reset the strategy to the loaded model.
+    """Resume from `state` if it fits `averaging`; else reset the strategy to the loaded model.
 
     After a reset the strategy's tensors and step are those of a first step.
 
@@ -69,7 +69,7 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
 
 
 def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
-    """Return why a saved state does not fit this Averaging, for a message; "" if it fits."""
+    """Return why a saved state does not fit `averaging`, for a message; "" if it fits."""
     spec = averaging.spec.strategy.spec()
     try:
         if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key

@@ -62,7 +62,7 @@ def unpack(data: bytes) -> Any:
 
 
 class JoinState:
-    """What a joining learner receives besides the model: states of optimizers, of averaging, of the user.
+    """What a joining learner receives besides the model: optimizer and averaging states, the user's state.
 
     Args:
         optimizers: the optimizers of the learner that sends this state.
@@ -76,7 +76,7 @@ class JoinState:
 
     @torch.no_grad()
     def give(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Load this object's states into `optimizers` and the Averaging of each; load the model before."""
+        """Load this object's states into `optimizers` and their Averaging; the model is loaded before."""
         for averaging in live():
             # else load_state warns of pending corrections from exchanges; a new engine has none
             averaging.step = 0

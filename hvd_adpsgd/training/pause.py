@@ -20,7 +20,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 @contextlib.contextmanager
 def averaging_paused() -> Iterator[None]:
-    """Pause averaging: inside the `with` block no exchange runs, and no correction from exchanges is pending.
+    """Pause averaging: no exchange runs in the `with` block; the model includes corrections of earlier ones.
 
     For checkpoints of every super learner's own model, `with hvd.averaging_paused(): torch.save(...)`:
     the mean of these models is the mean of the run. All learners enter the block together; entering waits for

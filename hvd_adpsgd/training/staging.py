@@ -249,7 +249,7 @@ class _Check(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run: consecutive chunks of one dtype, all of which a slot corrects, replaces or leaves unchanged.
+    """A run: consecutive chunks of one dtype that a buffer (slot) all corrects, all replaces or all keeps.
 
     A run is no longer than a piece.
 
@@ -435,7 +435,7 @@ class _Lane:
         self._copies = self.device.empty(max(copies, default=0))
 
     def absorb(self, corrected: list[_Run], others: list[_Run], slot: int, copies: bool) -> None:
-        """Queue adding buffer `slot` to the parameters; before that, if `copies`, copies to the engine."""
+        """Queue adding `slot`'s corrections to parameters; before that, if `copies`, copies to the engine."""
         current = self.device.current()
         ready = current.record()
         self._up.wait(ready)

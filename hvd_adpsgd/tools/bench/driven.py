@@ -36,7 +36,7 @@ class Driven:
         self._addresses = np.array([model.ctypes.data], dtype=np.uintp)
 
     def round(self, number: int, average: Callable[[], Any]) -> Any:
-        """Offer the model to the engine, call average(), add corrections to the model; return its result."""
+        """Offer the model to the engine, run average(), add its corrections; return average()'s result."""
         engine = self.engine
         engine.memory.absorb(self._addresses, number)
         engine.offer(number)

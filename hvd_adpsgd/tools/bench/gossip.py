@@ -206,7 +206,7 @@ def typical_rates(comm: Any, start: Start, runs: list[list[Event]], length: floa
 
 
 def draw_all(seeds: Any, count: int, n: int, length: float) -> list[list[Event]]:
-    """Return `count` random sequences of exchanges per seed; `seeds` is (seeds, number of their use)."""
+    """Return `count` random sequences of exchanges per seed; `seeds` is (seeds, number of this use)."""
     each = [np.random.default_rng([seed, seeds[1]]) for seed in seeds[0]]
     return [draw(rng, n, 1.0, length) for rng in each for _ in range(count)]
 

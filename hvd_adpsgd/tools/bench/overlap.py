@@ -93,7 +93,7 @@ class Trial:
         )
 
     def row(self, steps: int, times: float) -> dict[str, float]:
-        """Return the seconds of a mean of all models while nothing else runs, and of a step, by averaging."""
+        """Return the seconds of a mean of all models alone, and of a step with each kind of averaging."""
         before = self.means("periodic")
         self.block("periodic", steps, 0.0)
         mean_s = self.mean_s("periodic", before)
