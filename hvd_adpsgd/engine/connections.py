@@ -219,7 +219,7 @@ class Connections:
             self._tend()
 
     async def _tell(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
-        """Write to the engine's pipe a connection whose handshake is complete, or news `kind` of `peer`."""
+        """Write to the engine's pipe a connection whose handshake is complete, or event `kind` of `peer`."""
         handle = -1 if connection is None else connection.detach()
         record = _NEWS.pack(kind, peer, handle)
         try:

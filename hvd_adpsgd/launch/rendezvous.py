@@ -313,7 +313,7 @@ class StoreGather:
         key = f"{call}.{place.rank}"
         try:
             self._store.set(key, json.dumps([RELEASE, self._mine, value]))
-        except Exception as error:  # of several kinds
+        except Exception as error:  # stores raise errors of many types
             raise self._lost(_first_line(error)) from error
         self._keys.append(key)
         told = [self._get(call, rank) for rank in range(place.size)]
@@ -328,7 +328,7 @@ class StoreGather:
         try:
             is_there = self._await(call, rank)
             data = self._store.get(f"{call}.{rank}") if is_there else b""
-        except Exception as error:  # of several kinds
+        except Exception as error:  # stores raise errors of many types
             raise self._lost(_first_line(error)) from error
         if not is_there:
             raise self._not_there(call)

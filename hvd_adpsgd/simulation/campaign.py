@@ -137,7 +137,7 @@ class Report:
 
 
 def _fault_table(faults: Counter[str]) -> list[str]:
-    """Return the lines of a table: number of faults by kind, and by phase of the engine at the fault."""
+    """Return the lines of a table: number of faults by kind of fault and by the engine's phase then."""
     by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
     for name, count in faults.items():
         kind, _, phase = name.partition(" | ")

@@ -86,7 +86,7 @@ class AveragedTensors:
             self._alone = True
 
     def bind(self, memory: ModelMemory) -> None:
-        """Set the engine's memory: parameters on devices are copied to and from `memory` from now on."""
+        """Use `memory` as the engine's: parameters on devices are copied to and from `memory` from now on."""
         self.memory = memory
         if self.parameters.staged:
             own = min(self.world.inner_rank, self.shards - 1)

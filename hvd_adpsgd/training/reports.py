@@ -1,4 +1,4 @@
-"""Metrics of this learner's averaging (`hvd.metrics`), and the averaging section of its state file."""
+"""Metrics of this learner's optimizers (`hvd.metrics`), and their section of its state file (SIGUSR1)."""
 
 from __future__ import annotations
 

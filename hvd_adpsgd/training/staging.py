@@ -96,7 +96,7 @@ class Staging:
         weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def bind(self, memory: ShardMemory, tensors: Sequence[torch.Tensor]) -> None:
-        """Set the engine's memory, to and from which `tensors` are copied. No copy may be running."""
+        """Use `memory` as the engine's, to and from which `tensors` are copied. No copy may be running."""
         where = [self._devices(tensor) for tensor in tensors]
         self._table = _Table(memory, tensors, self._piece_nbytes)
         for device in dict.fromkeys(where):
@@ -315,7 +315,7 @@ class _Table:
         return torch.float64 if self.dtype(run) == torch.float64 else torch.float32
 
     def _cut(self, number: int) -> Iterator[_Run]:
-        """Yield the pieces of layout part `number`, one copy each, as runs without corrections (kind 0)."""
+        """Yield the pieces of layout part `number`, one copy each, as runs without entries in a slot."""
         chunks, places = self.parts[number].chunks, self.memory.areas[number].places
         first = 0
         for i in range(1, len(chunks) + 1):
@@ -421,7 +421,7 @@ class _Lane:
         self._flat: dict[int, torch.Tensor] = {}
 
     def bind(self, table: _Table, tensors: list[int]) -> None:
-        """Set the engine's memory, `table`, and the numbers of its tensors that are on this lane's device."""
+        """Use `table` as the engine's memory, and `tensors`: numbers of the tensors on this lane's device."""
         self._table, self._tensors = table, tensors
         self._spans.clear()
         self._mine.clear()

@@ -55,7 +55,7 @@ class Alerts:
         self._seen: dict[tuple[str, int | None], float] = {}  # time when a problem was last found
         self._since: dict[
             str, dict[int, float]
-        ] = {}  # by kind and super_rank: time since when a problem has lasted
+        ] = {}  # by kind of problem and super_rank: time since when the problem has lasted
         self._history: deque[tuple[float, float, float]] = deque()  # (time, distance, loss)
 
     def check(

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def traced(args: argparse.Namespace) -> dict[str, Any]:
-    """Train a block of kind args.only, for the figure; return the time of a mean of all models."""
+    """Train a block with averaging args.only, for the figure; return the time of a mean of all models."""
     trial = Trial(args.mib, args.busy, (args.only,))
     trial.block(args.only, args.steps, 0.0)
     mean_s = trial.mean_s(args.only)
