@@ -80,6 +80,8 @@ def on_membership_change(callback: Callback) -> Callback:
         @hvd.on_membership_change
         def shard(ranks):
             sampler.rank, sampler.num_replicas = ranks.index(hvd.rank()), len(ranks)
+            sampler.num_samples = math.ceil(len(data) / len(ranks))  # else it raises AssertionError
+            sampler.total_size = sampler.num_samples * len(ranks)
 
     hvd.admit calls it, between two steps, on all learners: when learners have joined, failed or left since
     the last call of hvd.admit, and on the learners that join.

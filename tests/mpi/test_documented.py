@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, on two super learners."""
+"""Every Python block of the documentation runs, on two super learners; the recipe also as plain Horovod."""
 
 from __future__ import annotations
 
@@ -24,9 +24,20 @@ PAGES = sorted(
 @pytest.mark.mpi
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_of_a_page_run(page, tmp_path):
+    run_blocks(page, tmp_path, {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"})
+
+
+@pytest.mark.extended
+@pytest.mark.mpi
+@pytest.mark.parametrize("option", ["SUPER_LEARNER_SIZE=2", "AVERAGING=synchronous"])
+def test_the_recipe_runs_as_plain_horovod(option, tmp_path):
+    name, _, value = option.partition("=")
+    run_blocks(ROOT / "docs" / "recipe.md", tmp_path, {f"HVD_ADPSGD_{name}": value})
+
+
+def run_blocks(page, tmp_path, env):
     blocks = [textwrap.dedent(block) for block in FENCE.findall(page.read_text())]
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps(blocks))
-    alone = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    ran = run_learners(2, PROGRAM, args=[str(file)], env=alone, launcher="horovodrun")
+    ran = run_learners(2, PROGRAM, args=[str(file)], env=env, launcher="horovodrun")
     assert f"blocks run: {len(blocks)}" in ran.checked().stdout
