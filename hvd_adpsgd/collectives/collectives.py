@@ -379,7 +379,7 @@ class Collectives:
     def _attempt(
         self, call: Call, caller: Caller, operation: Callable[[Attempt], T], outcome: _Outcome[T]
     ) -> int:
-        """Attempt the operation and vote on its outcome; return the number of the decision."""
+        """Attempt the operation and vote on its outcome; return the number of the decision voted on."""
         places = [self._ranks.index(rank) for rank in self.ranks]
         attempt = Attempt(self.messages, places, self.ranks, sharing=self._sharing)
         try:
@@ -520,7 +520,7 @@ class _Outcome(Generic[T]):
 def _crossed(
     rank: int, caller: Sequence[Any], made: int, own: int, step: int
 ) -> CollectiveMismatchError:
-    """Return the error of learner `own`, which waits for step `step` (the first is 0) of learner `rank`.
+    """Return the error for a deadlock: learner `own` waits for step `step` (from 0) of learner `rank`.
 
     Learner `rank` waits in an operation, which `caller` describes, after `made` steps.
     """

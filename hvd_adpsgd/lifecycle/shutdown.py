@@ -418,7 +418,7 @@ def _note_exits() -> None:
 def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def noted(status: object = None, /) -> Any:
-        if threading.current_thread() is threading.main_thread():  # on others it ends a thread
+        if threading.current_thread() is threading.main_thread():  # else it ends that thread only
             exit_state.exit_status = status
         leave(status)
 
@@ -636,9 +636,4 @@ def set_running(running: bool) -> None:
     if not name:
         return
     with contextlib.suppress(OSError):  # the shell has ended, or the disk is full: as without it
-        if name.startswith("/proc/"):
-            os.truncate(name, int(running))
-        elif running:  # below the shell of an older build, which checks whether a file exists
-            Path(name).touch()
-        else:
-            Path(name).unlink(missing_ok=True)
+        os.truncate(name, int(running))

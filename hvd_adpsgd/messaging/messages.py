@@ -288,7 +288,7 @@ class Messages:
         return arrived.popleft() if arrived else None
 
     def vote(self, flag: int, digest: int = 0) -> int:
-        """Vote on the outcome of the running attempt at an operation; return the number of the decision."""
+        """Vote on the outcome of this attempt at an operation; return the number of the decision voted on."""
         before = self.agreement.number
         if self.agreement.excluded:  # this learner was declared failed: `decision` raises
             return before

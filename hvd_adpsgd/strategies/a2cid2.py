@@ -50,7 +50,7 @@ class A2CiD2(Strategy):
         if not isinstance(self.base, FixedRing):
             raise ConfigError(
                 f"{self.name} accelerates gossip on sparse graphs, not {self.base.name!r}, where "
-                "all pairs meet or none does: nothing to gain. Use it on fixed_ring, or the other "
+                "all pairs of super learners exchange, or none: no gain. Use it on fixed_ring, or the other "
                 "strategy alone."
             )
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.lifecycle import shutdown
 from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
@@ -203,15 +202,6 @@ def test_keeper_without_room_for_a_file_passes_the_status_on(tmp_path):
         capture_output=True,
     )
     assert (answer.returncode, answer.stderr) == (3, b"")
-
-
-def test_the_shell_of_an_older_build_finds_a_file(tmp_path, monkeypatch):
-    file = tmp_path / "learner"
-    monkeypatch.setenv("ADPSGD_LEARNER", str(file))
-    shutdown.set_running(True)
-    assert file.exists()
-    shutdown.set_running(False)
-    assert not file.exists()
 
 
 # --- key -----------------------------------------------------------------------------------------

@@ -223,7 +223,10 @@ def by_scheme(squares: Matrix, n: int) -> tuple[float, float]:
 
 
 def simulate(start: Start, sequences: list[list[Event]], length: float) -> Matrix:
-    """Return the decay rates of typical runs, computed without engines; NaN without sequences."""
+    """Return the mean decay rates of the models' disagreement in these runs, computed without engines.
+
+    NaN if `sequences` is empty.
+    """
     n = len(start.model)
     rates = []
     for events in sequences:
