@@ -44,7 +44,8 @@ _EARLY = ("GOMP_", "LD_", "MALLOC_", "MKL_", "MPI4PY_", "OMP_", "PYTHON", "TORCH
 PRELUDE = f"""
 import json, os, sys, time
 def say(**facts):
-    os.write(1, ("\\n{MARK}" + json.dumps(facts) + "\\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\\n{MARK}" + json.dumps(facts) + "\\n").encode())
 """
 
 

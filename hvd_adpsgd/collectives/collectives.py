@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_adpsgd import errors
 from hvd_adpsgd.collectives.call import Call, compare
@@ -34,7 +34,7 @@ from hvd_adpsgd.messaging.messages import (
 )
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks, is_failure, is_of_mpi
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "Made"]
 
 T = TypeVar("T")
 
@@ -46,6 +46,21 @@ _LATE_S = 1.0
 # Number of polls of the network after a departure is sent, as MPI opens connections; seconds between two.
 _PUSHES, _PUSH_S = 20, 5e-3
 _TOGETHER_S = 1.0  # longest wait of a failing step for the decision of the operation that it ends
+
+
+class Made(NamedTuple):
+    """How far a learner has come with an optimizer.
+
+    Attributes:
+        of: number of the optimizer's Averaging, and what is counted, "sets" or "steps"; the same on all
+            learners for the same optimizer.
+        thread: the thread that makes the optimizer's steps.
+        steps: number of averaged sets of gradients, or of steps.
+    """
+
+    of: tuple[int, str]
+    thread: int
+    steps: int
 
 
 class Collectives:
@@ -82,10 +97,9 @@ class Collectives:
         joining: whether this learner's super learner is joining the job, and has not joined yet.
         asked: called when an operation over all learners, or inside the super learner, is requested.
         before: called before each operation over all learners, on the thread that requests it.
-        steps: functions that return the thread that makes an optimizer's steps, and how many sets of
-            gradients the super learner has averaged for it. If super learners wait for each other's steps,
-            a second function per optimizer returns that thread and the number of steps made. In the same
-            order on all learners.
+        steps: functions that return how many sets of gradients the super learner has averaged for an
+            optimizer. If super learners wait for each other's steps, a second function per optimizer returns
+            the number of steps made.
         lock: orders the operations of several threads; an operation that another thread will run later takes
             its number here.
 
@@ -109,7 +123,7 @@ class Collectives:
         self.on_failure = on_failure
         self.asked: list[Callable[[], object]] = []
         self.before: list[Callable[[], object]] = []
-        self.steps: list[Callable[[], tuple[int, int]]] = []
+        self.steps: list[Callable[[], Made]] = []
         self._rank, self._size, self._membership = rank, size, membership
         self.lock = FifoLock()
         self._quorum = quorum
@@ -245,15 +259,13 @@ class Collectives:
         if not self.steps or time.monotonic() < self._late:
             return
         counts = [count() for count in self.steps]
-        made = tuple(steps if thread in self._blocked else None for thread, steps in counts)
+        made = {its.of: its.steps for its in counts if its.thread in self._blocked}
         told = self.messages.agreement.number, made
-        if told != self._told and any(steps is not None for steps in made):
+        if told != self._told and made:
             self._told = told
             self.messages.tell_waiting((tuple(self._caller), made))
 
-    def require_step(
-        self, count: Callable[[], tuple[int, int]], step: int, ranks: Collection[int]
-    ) -> None:
+    def require_step(self, of: tuple[int, str], step: int, ranks: Collection[int]) -> None:
         """Raise if a learner whose step is awaited waits in an operation that this learner has not entered.
 
         Each would wait for the other: that learner makes no step before the operation is over, and this one
@@ -262,7 +274,7 @@ class Collectives:
         trainer calls this again and again while a step waits.
 
         Args:
-            count: the function in `steps` that counts the steps of the waiting optimizer.
+            of: what counts the steps of the waiting optimizer, see Made.
             step: number of the awaited step; the first is 0.
             ranks: ranks of the learners whose step is awaited.
 
@@ -270,11 +282,11 @@ class Collectives:
             CollectiveMismatchError: on this learner, and on all learners in the operation.
         """
         with self.lock.within(0) as is_between:
-            if is_between and count in self.steps:
+            if is_between:
                 self.messages.poll()
-                self._require_step(self.steps.index(count), step, ranks)
+                self._require_step(of, step, ranks)
 
-    def _require_step(self, which: int, step: int, ranks: Collection[int]) -> None:
+    def _require_step(self, of: tuple[int, str], step: int, ranks: Collection[int]) -> None:
         core = self.messages.agreement
         if core.excluded or (core.voted and self._refused != core.number):
             return
@@ -283,10 +295,10 @@ class Collectives:
             raise self._refuse(CollectiveMismatchError(error[1]))
         for place, (number, (caller, made)) in self.messages.waiting.items():
             rank = self._ranks[place]
-            if number != core.number or rank not in ranks or len(made) != len(self.steps):
+            if number != core.number or rank not in ranks or of not in made:
                 continue
-            if made[which] is not None and made[which] <= step:
-                raise self._refuse(_crossed(rank, caller, made[which], self._rank, step))
+            if made[of] <= step:
+                raise self._refuse(_crossed(rank, caller, made[of], self._rank, step))
 
     def _refuse(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
         """End on all learners, with `error`, the operation that this one has not entered; return `error`."""

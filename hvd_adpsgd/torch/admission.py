@@ -33,7 +33,7 @@ from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model
 from hvd_adpsgd.training.pause import averaging_paused, resume
-from hvd_adpsgd.training.presence import held, live, renumber
+from hvd_adpsgd.training.presence import held, live, order_as, renumber
 
 __all__ = ["admit", "replace_failed"]
 
@@ -80,7 +80,7 @@ def admit(
 
     Args:
         model: the same module on every learner; changed on a joining learner only.
-        optimizer: the wrapped optimizer, or several.
+        optimizer: the wrapped optimizer, or all of them, in the same order on all learners.
         state: a picklable value for a joining learner, such as the epoch. Each call packs it.
         patience_s: seconds from the start of a super learner until it must call this function.
 
@@ -94,6 +94,7 @@ def admit(
     """
     world = worlds.current()
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    order_as(optimizers)
     if world.collectives.joining:
         with held(world, DOING):
             state = _arrive(world, model, optimizers)

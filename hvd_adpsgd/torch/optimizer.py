@@ -141,6 +141,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
     """
     world = worlds.current()
+    # frees the memory of dropped optimizers before the new engine allocates its own, and removes their hooks:
+    # with one super learner these would submit gradients beside those of the new optimizer
+    stop_unreferenced()
     named = listed(named_parameters)
     given = {
         "exchanges_per_step": exchanges_per_step,
@@ -165,7 +168,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         ranks = inner_process_set(process_set, world).ranks or ()
         require_same_sets(world, "hvd.DistributedOptimizer", ranks)
-    stop_unreferenced()  # frees its memory before the new engine allocates its own
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
@@ -339,7 +341,11 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _close(self: Any) -> None:
-    """Free the engine, its thread and its memory now; later calls of step() raise. Idempotent."""
+    """Free the engine, its thread and its memory now; later calls of step() raise. Idempotent.
+
+    An exchange that runs at that moment may count on one side only: the mean of all models stays exact if all
+    learners call this inside `with hvd.averaging_paused():`.
+    """
     self._averaging.super_learner.mates.closes()
     self._averaging.stop("optimizer.close() was called")
 

@@ -17,12 +17,13 @@ import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
-from hvd_adpsgd.errors import StrategyMismatchError
+from hvd_adpsgd.errors import ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.threads import in_thread
 from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.presence import live, stop_unreferenced
+from hvd_adpsgd.training.presence import first_name, live, stop_as_dropped, stop_unreferenced
 from hvd_adpsgd.training.super_learner import meeting_of
 
 __all__ = ["joined"]
@@ -59,11 +60,34 @@ def joined(device: int) -> Iterator[None]:
     mine = {averaging.number: _Made.by(averaging) for averaging in averagings}
     with meeting_of(world, world.config.deadline_s, "join", "join"):
         told = allgather_object(world.inner, mine)
+    dropped = [a for a in averagings if any(a.number not in its for its in told)]
+    if any(its.keys() != mine.keys() for its in told):
+        _require_equal(world, dropped)
     for averaging in averagings:
-        if all(averaging.number in its for its in told):  # else a mate has dropped the optimizer
+        if averaging not in dropped:
             with averaging.super_learner.meeting("join"):
                 _end(averaging, [its[averaging.number] for its in told])
     del optimizers
+
+
+def _require_equal(world: World, dropped: list[Averaging]) -> None:
+    """Stop the averaging of optimizers that another learner has dropped; all learners call it together.
+
+    Raises:
+        ModelMismatchError: on all learners of the super learner, if one has made more steps with such an
+            optimizer than another one.
+    """
+    uneven = [first_name(a) for a in dropped if a.super_learner.mates.are_uneven()]
+    for averaging in dropped:
+        stop_as_dropped(averaging, "join")
+    with meeting_of(world, world.config.deadline_s, "join", "join"):
+        told = [text for its in allgather_object(world.inner, uneven) for text in its]
+    if told:
+        raise ModelMismatchError(
+            f"join(): a learner of super learner {world.super_rank} has dropped the optimizer of {told[0]} "
+            "after fewer or more steps than another one: their models differ. Restart from a checkpoint, "
+            "with a script that keeps the optimizer on all learners until join() has returned."
+        )
 
 
 def _require_asynchronous(averaging: Averaging) -> None:

@@ -77,7 +77,9 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged())
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
-        self.order = StepOrder(self.super_learner, self.plan.in_step is not None, self.retire)
+        self.order = StepOrder(
+            self.super_learner, lambda: self.number, self.plan.in_step is not None, self.retire
+        )
         self.engines = Engines(
             self.super_learner, spec, self.tensors, self.record, self.order.require_step
         )
@@ -269,7 +271,8 @@ class Averaging:
         self.take_in()  # waits for the round
         self.rule.after_round()
         self.absorb()
-        self.engine.resume()
+        if not self.pauses:
+            self.engine.resume()
 
     @torch.no_grad()
     def catch_up(self) -> None:

@@ -67,6 +67,10 @@ class Mates:
         """Return the inner ranks that have not submitted every gradient of this learner's present set."""
         return np.flatnonzero(self._are_late()).tolist()
 
+    def are_uneven(self) -> bool:
+        """Whether some learner has submitted more or fewer sets of gradients than were averaged here."""
+        return bool((self._rows[:, _COMPLETE] != self.sets).any())
+
     def _are_late(self) -> NDArray[np.bool_]:
         late: NDArray[np.bool_] = self._rows[:, _COMPLETE] <= self.sets
         return late & (self._rows[:, _JOINED] == 0)

@@ -94,7 +94,9 @@ def _come_to_rest(world: World, doing: str, averagings: Sequence[Averaging]) -> 
         for averaging in averagings:
             entered.callback(_resume_unless_paused, averaging)
             averaging.engine.pause(_patience_s(averaging))
-        world.collectives.gather(doing, None)  # a barrier: after it all engines are paused
+        # a barrier: after it all engines are paused. It has a name of its own: a learner that raised before
+        # it, and tries again, is in another operation
+        world.collectives.gather(f"{doing}, which waits for all engines", None)
         entered.pop_all()  # an error before this ends the pause here, too: the others have not entered it
     for averaging in averagings:
         # a parked exchange may have resumed before the barrier

@@ -6,19 +6,24 @@ import contextlib
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
 
 __all__ = [
     "drop",
+    "first_name",
     "held",
     "live",
     "new_number",
+    "order_as",
     "register",
     "renumber",
+    "stop_as_dropped",
     "stop_dropped",
     "stop_unreferenced",
 ]
@@ -40,9 +45,8 @@ def stop_unreferenced() -> None:
     A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging runs on until the
     garbage collector finds the cycle, at a different moment on each learner; so this runs the collector.
     """
-    if _live:
-        gc.collect()
-        stop_dropped()
+    gc.collect()
+    stop_dropped()
 
 
 @contextlib.contextmanager
@@ -66,15 +70,26 @@ def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averag
     common = set.intersection(*concerned)
     for averaging in mine:
         if averaging.number not in common:
-            log.warning(
-                "%s: another learner has dropped its optimizer of %s, so this one stops averaging, too. Drop "
-                "an optimizer on all learners, or on none.",
-                doing,
-                next(iter(averaging.spec.trained), ("no parameters", None))[0],
-            )
-            averaging.stop("another learner dropped its optimizer")
+            stop_as_dropped(averaging, doing)
     yield [averaging for averaging in mine if averaging.number in common]
     del optimizers
+
+
+def stop_as_dropped(averaging: Averaging, doing: str) -> None:
+    """Stop the Averaging of an optimizer that another learner has dropped; `doing` names the operation."""
+    log.warning(
+        "%s: another learner has dropped its optimizer of %s, so this one stops averaging, too. Drop an "
+        "optimizer on all learners, or on none.",
+        doing,
+        first_name(averaging),
+    )
+    averaging.super_learner.mates.closes()
+    averaging.stop("another learner dropped its optimizer")
+
+
+def first_name(averaging: Averaging) -> str:
+    """Return the name of the first parameter that the optimizer trains, for messages."""
+    return next(iter(averaging.spec.trained), ("no parameters", None))[0]
 
 
 def new_number(world: World) -> int:
@@ -83,8 +98,17 @@ def new_number(world: World) -> int:
     return max(itertools.chain(*told), default=-1) + 1
 
 
+def order_as(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Order the running averagings as their optimizers in this list; all others follow, by age.
+
+    The job's learners may have wrapped their optimizers in another order than a joining learner.
+    """
+    places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
+    _live.sort(key=lambda averaging: places.get(id(averaging.optimizer()), len(places)))
+
+
 def renumber() -> None:
-    """Number the Averaging of each optimizer by age: a joining learner has numbered its own from 0."""
+    """Number the Averaging of each optimizer in `live`'s order: a joining learner has numbered from 0."""
     for number, averaging in enumerate(live()):
         averaging.number = number
 
@@ -96,6 +120,7 @@ def drop(averaging: Averaging) -> None:
     for, so the averaging cannot be stopped here.
     """
     if not averaging.stopped:
+        averaging.super_learner.mates.closes()
         _dropped.append(averaging)
         averaging.retire("the optimizer was dropped")
 

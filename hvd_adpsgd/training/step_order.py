@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from hvd_adpsgd.collectives.collectives import Made
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods
 
@@ -26,6 +27,7 @@ class StepOrder:
 
     Args:
         super_learner: the super learner whose learners step with the optimizer.
+        number: returns the number of the optimizer's Averaging, equal on all learners.
         in_step: whether super learners wait for steps of each other.
         retire: called with the reason when this learner makes no more steps.
 
@@ -33,8 +35,15 @@ class StepOrder:
         begun: number of the step whose round was begun last.
     """
 
-    def __init__(self, super_learner: SuperLearner, in_step: bool, retire: Callable[[str], None]):
+    def __init__(
+        self,
+        super_learner: SuperLearner,
+        number: Callable[[], int],
+        in_step: bool,
+        retire: Callable[[str], None],
+    ):
         self.begun = 0
+        self._number = number
         self._super_learner, self._in_step, self._retire = super_learner, in_step, retire
         self._thread = threading.get_ident()
 
@@ -42,16 +51,16 @@ class StepOrder:
         """Record that the calling thread makes this optimizer's steps."""
         self._thread = threading.get_ident()
 
-    def averaged_sets(self) -> tuple[int, int]:
-        """Return the thread that makes the steps and the number of averaged sets of gradients.
+    def averaged_sets(self) -> Made:
+        """Return the number of averaged sets of gradients, also of those whose step() was skipped.
 
-        An entry of `Collectives.steps`. A set is counted also if its step() is skipped.
+        An entry of `Collectives.steps`.
         """
-        return self._thread, self._super_learner.mates.sets
+        return Made((self._number(), "sets"), self._thread, self._super_learner.mates.sets)
 
-    def made(self) -> tuple[int, int]:
-        """Return the thread that makes the steps and their number; an entry of `Collectives.steps`."""
-        return self._thread, self._super_learner.step()
+    def made(self) -> Made:
+        """Return the number of steps; an entry of `Collectives.steps`."""
+        return Made((self._number(), "steps"), self._thread, self._super_learner.step())
 
     def await_mates(self, are_averaged: Callable[[], bool]) -> None:
         """Wait until every learner of the super learner has submitted its gradients.
@@ -86,7 +95,7 @@ class StepOrder:
             )
         try:
             world.collectives.require_step(
-                self.averaged_sets, mates.sets, [ranks[mate] for mate in late]
+                self.averaged_sets().of, mates.sets, [ranks[mate] for mate in late]
             )
         except CollectiveMismatchError as error:
             if (
@@ -107,7 +116,7 @@ class StepOrder:
         numbers = range(len(world.groups)) if peers is None else peers
         leaders = [world.groups[peer][0] for peer in numbers]
         try:
-            world.collectives.require_step(self.made, self.begun, leaders)
+            world.collectives.require_step(self.made().of, self.begun, leaders)
         except CollectiveMismatchError as error:
             if world.inner_size > 1:  # the other learners of the super learner wait for this step
                 self._leave(error)

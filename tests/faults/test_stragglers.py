@@ -95,7 +95,7 @@ def test_a_slow_super_learner_slows_only_itself(tmp_path: Path) -> None:
     with training(tmp_path) as job:
         job.trains(range(N))
         (tmp_path / f"{sleeper}.sleep").touch()
-        job.others_go_on(others)
+        job.wait(lambda: job.left(sleeper, "sleeps"), "it sleeps")
         before = job.left(sleeper, "progress")["step"]
         job.others_go_on(others)
         assert job.left(sleeper, "progress")["step"] == before, "nobody slept"

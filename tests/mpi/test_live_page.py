@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import run_learners, wait_for
+from tests.launcher import free_port, run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 
@@ -22,11 +22,6 @@ OPTIONS = {
     "HVD_ADPSGD_REPORT_S": "0.1",
     "HVD_ADPSGD_DASHBOARD_TOKEN": TOKEN,
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def page(port: int, path: str = "/events", token: str = TOKEN) -> tuple[int, str]:

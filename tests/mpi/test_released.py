@@ -158,3 +158,129 @@ def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(ho
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
     told = run_learners(4, program, args=[str(holder)], env=env).checked().by_rank()
     assert [facts["distances"] for facts in told] == [[0.0] * 5] * 4
+
+
+@pytest.mark.parametrize("way", ["drop", "close"])
+def test_join_refuses_models_that_differ_as_a_learner_has_dropped_the_optimizer(way: str) -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import ModelMismatchError
+        hvd.init()
+        model = torch.nn.Linear(20, 10)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.randn(4, 20)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        if hvd.rank() == 1 and sys.argv[1] == "close":
+            optimizer.close()
+        elif hvd.rank() == 1:
+            optimizer = None
+        elif hvd.rank() == 0:
+            step()
+        try:
+            hvd.join()
+            refused = False
+        except ModelMismatchError:
+            refused = True
+        say(rank=hvd.rank(), refused=refused)
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    told = run_learners(4, program, args=[way], env=env).checked().by_rank()
+    assert [facts["refused"] for facts in told] == [True, True, False, False]
+
+
+def test_a_step_with_an_optimizer_that_another_learner_has_dropped_is_an_error(
+    tmp_path: Path,
+) -> None:
+    """Also while that learner waits in an operation, and makes steps with a later optimizer."""
+    program = """
+        from pathlib import Path
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import CollectiveMismatchError
+        hvd.init()
+        models = [torch.nn.Linear(20, 10) for _ in range(2)]
+        first, second = (hvd.DistributedOptimizer(
+            torch.optim.SGD(models[i].parameters(), lr=0.01),
+            named_parameters=models[i].named_parameters(prefix=str(i))) for i in range(2))
+
+        def step(i, optimizer):
+            optimizer.zero_grad()
+            models[i](torch.randn(4, 20)).square().mean().backward()
+            optimizer.step()
+
+        step(0, first)
+        step(1, second)
+        optimizers, rank = [first, second], hvd.rank()
+        del first, second
+        told = []
+        if rank == 0:
+            import gc
+            del optimizers[0]
+            gc.collect()
+            try:
+                hvd.allreduce(torch.ones(1))
+            except CollectiveMismatchError:
+                told.append("operation")
+        else:
+            for i in (1, 0) if rank == 1 else ():
+                try:
+                    step(i, optimizers[i])
+                except CollectiveMismatchError:
+                    told.append(i)
+            if rank > 1:
+                try:
+                    hvd.allreduce(torch.ones(1))
+                except CollectiveMismatchError:
+                    told.append("operation")
+        say(rank=rank, told=told)
+        end = Path(sys.argv[1])
+        end.touch() if rank == 1 else None
+        while not end.exists():  # else learner 1 would see that the others have ended
+            time.sleep(1e-3)
+        os._exit(0)
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    result = run_learners(4, program, args=[str(tmp_path / "end")], env=env)
+    told = {facts["rank"]: facts["told"] for facts in result.said}
+    other = ["operation"]
+    assert told == {0: other, 1: [1, 0], 2: other, 3: other}, result.report()
+
+
+def test_a_pause_that_one_learner_could_not_enter_is_an_error_of_all() -> None:
+    """It tries again, which is another operation than that in which the others wait."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import CollectiveMismatchError, ModelMismatchError
+        hvd.init()
+        model = torch.nn.Linear(20, 10)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
+        told = []
+        if hvd.rank() == 1:
+            values = model.weight.data
+            model.weight.data = values.half()
+        for _ in range(2):
+            try:
+                with hvd.averaging_paused():
+                    told.append("entered")
+                break
+            except (CollectiveMismatchError, ModelMismatchError) as error:
+                told.append(type(error).__name__)
+                model.weight.data = values if hvd.rank() == 1 else model.weight.data
+                if hvd.rank() != 1:
+                    break
+        say(rank=hvd.rank(), told=told)
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    told = run_learners(4, program, env=env).checked().by_rank()
+    other = ["CollectiveMismatchError"]
+    mine = ["ModelMismatchError", "CollectiveMismatchError"]
+    assert [facts["told"] for facts in told] == [other, mine, other, other]

@@ -15,6 +15,7 @@ from hvd_adpsgd.lifecycle.membership import Membership
 from tests.silent_network import ABANDON, LEAVES, WAITS, SilentNetwork
 
 ME = 0
+OF = (0, "sets")  # the optimizer, and what is counted
 CALLER = ("barrier", "train.py", 31)
 
 
@@ -36,21 +37,21 @@ def collectives(network, monkeypatch):
 
 
 def count():
-    return threading.get_ident(), 5
+    return module.Made(OF, threading.get_ident(), 5)
 
 
 @pytest.mark.parametrize("made", [0, 4])
 def test_a_peer_in_an_operation_without_the_step_that_is_awaited_is_an_error_of_all(
     collectives, network, made
 ):
-    network.arrives_pickled(1, WAITS, (CALLER, (made,)))
+    network.arrives_pickled(1, WAITS, (CALLER, {OF: made}))
     text = (
         rf"learner 1 is in barrier at train.py:31 after {made} steps, "
         "and learner 0 waits for step 5 of learner 1"
     )
     for _ in range(2):  # where the script tries again
         with pytest.raises(CollectiveMismatchError, match=text):
-            collectives.require_step(count, 4, [1])
+            collectives.require_step(OF, 4, [1])
     left = network.sent_on(ABANDON)
     assert [place for place, _ in left] == [1, 2], "once"
     assert {reason[0] for _, reason in left} == {"CollectiveMismatchError"}
@@ -60,23 +61,23 @@ def test_a_peer_in_an_operation_without_the_step_that_is_awaited_is_an_error_of_
 @pytest.mark.parametrize(
     ("place", "number", "made", "why"),
     [
-        (1, 0, (5,), "it has made that step, and its round may still run"),
-        (1, 0, (None,), "another thread is in the operation, and the step may still come"),
-        (1, 1, (3,), "this learner may be in the operation before that one"),
-        (2, 0, (3,), "nothing of it is awaited"),
-        (1, 0, (3, 3), "it averages with other optimizers than this learner"),
+        (1, 0, {OF: 5}, "it has made that step, and its round may still run"),
+        (1, 0, {}, "another thread is in the operation, and the step may still come"),
+        (1, 1, {OF: 3}, "this learner may be in the operation before that one"),
+        (2, 0, {OF: 3}, "nothing of it is awaited"),
+        (1, 0, {(1, "sets"): 3}, "it waits with another optimizer"),
     ],
 )
 def test_other_waits_are_none_of_its_business(collectives, network, place, number, made, why):
     network.arrives_pickled(place, WAITS, (CALLER, made), number)
-    collectives.require_step(count, 4, [1])
+    collectives.require_step(OF, 4, [1])
     assert network.sent == [], why
 
 
 def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(collectives, network):
-    network.arrives_pickled(1, WAITS, (CALLER, (3,)))
+    network.arrives_pickled(1, WAITS, (CALLER, {OF: 3}))
     number = collectives.lock.take()
-    collectives.require_step(count, 4, [1])
+    collectives.require_step(OF, 4, [1])
     collectives.lock.leave(number)
     assert network.sent == []
 
@@ -84,20 +85,20 @@ def test_an_operation_that_another_thread_of_this_learner_has_entered_is_none(co
 def test_a_step_that_waits_for_one_that_was_given_up_is_given_up_too(collectives, network):
     reason = ("CollectiveMismatchError", "learner 2 waits", 1)
     network.arrives_pickled(1, ABANDON, reason)
-    collectives.require_step(count, 4, [2])
+    collectives.require_step(OF, 4, [2])
     with pytest.raises(CollectiveMismatchError, match="learner 2 waits"):
-        collectives.require_step(count, 4, [1, 2])
+        collectives.require_step(OF, 4, [1, 2])
 
 
 @pytest.mark.parametrize("is_step", [True, False])
 def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monkeypatch, is_step):
     """Nothing, where another thread makes the steps."""
-    collectives.steps[:] = [lambda: (threading.get_ident() if is_step else 0, 5)]
+    collectives.steps[:] = [lambda: module.Made(OF, threading.get_ident() if is_step else 0, 5)]
     collectives._caller = module.Caller(*CALLER)
     with collectives.blocking():
         for _ in range(2):
             collectives.messages.look_around()
-    expected = [(place, (CALLER, (5,))) for place in (1, 2)] if is_step else []
+    expected = [(place, (CALLER, {OF: 5})) for place in (1, 2)] if is_step else []
     assert network.sent_on(WAITS) == expected and len(network.sent) == len(expected)
 
 

@@ -432,7 +432,8 @@ def settings() -> argparse.Namespace:
 def report(rank: int, result: dict[str, Any]) -> None:
     """On learner 0, print the result as JSON by one write, so that the launcher does not split the line."""
     if rank == 0:
-        os.write(1, (MARK + json.dumps(result) + "\n").encode())
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write((MARK + json.dumps(result) + "\n").encode())
 
 
 def timed(comm: Any, act: Callable[[], object]) -> float:

@@ -302,7 +302,8 @@ def main() -> None:
     told = scheme.gather({"steps": steps, "seconds": seconds, "cpu_ms": 1e3 * cpu / steps})
     if rank == 0:
         found = {"loss": data.loss(model), "learners": told}
-        os.write(1, (MARK + json.dumps(found) + "\n").encode())
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write((MARK + json.dumps(found) + "\n").encode())
     scheme.close()
     sys.stdout.flush()
 

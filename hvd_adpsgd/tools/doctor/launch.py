@@ -19,7 +19,8 @@ import json, os, signal, torch
 import hvd_adpsgd.torch as hvd
 
 def say(**facts):
-    os.write(1, ("\\n@doctor " + json.dumps(facts) + "\\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\\n@doctor " + json.dumps(facts) + "\\n").encode())
 
 def count(name):
     return int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name=name).item())

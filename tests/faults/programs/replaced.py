@@ -155,7 +155,8 @@ class Run:
         hvd.average_model(self.model)
         self.facts["last"] = self.values()
         self.facts["done"] = time.monotonic()
-        os.write(1, ("\n@learner " + json.dumps(self.facts) + "\n").encode())
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write(("\n@learner " + json.dumps(self.facts) + "\n").encode())
 
     def fail_at_reconnect(self) -> None:
         """Have a joining learner, or its starter, die before or just after all are connected."""

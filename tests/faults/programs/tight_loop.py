@@ -66,7 +66,8 @@ def main() -> None:
         told.append((value, sorted(ranks.gone())))
         left -= bool(ranks.gone())
     facts = {"rank": hvd.rank(), "told": told, "exchanges": hvd.metrics()["exchanges"]}
-    os.write(1, ("\n@learner " + json.dumps(facts) + "\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
     hvd.shutdown()
 
 

@@ -5,6 +5,7 @@ A step is a little matrix product and a local update, about 10 ms. Files in --fo
 RANK.pid        when all begin, for the test to stop or kill the learner
 RANK.progress   now and then: its steps, exchanges that were parked, and finished with each other one
 RANK.sleep      of the test: the learner sleeps in its next step while this is there
+RANK.sleeps     it sleeps, or has slept
 stopped         of learner --stops, which has stopped itself in the middle of an exchange
 enough          of the test: all end their training, and compare the mean of the models with the sum of
                 all local updates
@@ -99,12 +100,18 @@ class Learner:
             left = left @ left
             left /= np.abs(left).max()
             time.sleep(8e-3)  # the rest of a step's work, for which this machine has too few cores
-            while (self.args.folder / f"{self.comm.rank}.sleep").exists():
-                time.sleep(1e-3)
+            if (self.args.folder / f"{self.comm.rank}.sleep").exists():
+                self.sleep()
             self.update()
             self.turn()
             if self.facts["step"] % EVERY == 0:
                 self.leave("progress", self.progress())
+
+    def sleep(self) -> None:
+        self.leave("progress", self.progress())
+        self.leave("sleeps", True)
+        while (self.args.folder / f"{self.comm.rank}.sleep").exists():
+            time.sleep(1e-3)
 
     def stop_in_an_exchange(self) -> None:
         """After some steps; the test lets this process go on.

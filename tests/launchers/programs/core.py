@@ -13,7 +13,8 @@ import hvd_adpsgd.torch as hvd
 
 
 def say(**facts: object) -> None:
-    os.write(1, ("\n@learner " + json.dumps(facts) + "\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
 
 
 def places() -> dict[str, object]:

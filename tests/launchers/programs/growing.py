@@ -172,7 +172,8 @@ def main() -> None:
         "epolls": (watched, epolls()),
         "averagings": hvd.metrics()["exchanges"] + hvd.metrics()["means"],
     }
-    os.write(1, ("\n@learner " + json.dumps(facts) + "\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
 
 
 main()

@@ -1,7 +1,6 @@
 """Engines without trainers, one per process, each with one tensor that the program drives by hand."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,4 +42,5 @@ def until(fact: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def say(comm: MPI.Comm, **facts: Any) -> None:
     """A line for the test."""
-    os.write(1, ("\n@learner " + json.dumps({"rank": comm.rank, **facts}) + "\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\n@learner " + json.dumps({"rank": comm.rank, **facts}) + "\n").encode())

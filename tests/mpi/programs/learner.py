@@ -23,7 +23,8 @@ DEADLINE_S = 60.0  # of a wait for what must come: it bounds the wait, no verdic
 def say(**facts: Any) -> None:
     """One line that the test reads. One write: learners share the pipe."""
     facts.setdefault("rank", worlds.current().rank if hvd.is_initialized() else None)
-    os.write(1, f"\n{MARK}{json.dumps(facts)}\n".encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(f"\n{MARK}{json.dumps(facts)}\n".encode())
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

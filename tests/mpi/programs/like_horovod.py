@@ -7,7 +7,6 @@ DistributedOptimizer.
 import hashlib
 import importlib
 import json
-import os
 import sys
 
 import torch
@@ -44,4 +43,5 @@ for name, kind, options in (
         f"{name} losses": [loss.hex() for loss in losses],
         f"{name} bits": hashlib.sha256(bits).hexdigest(),
     }
-    os.write(1, f"\n@learner {json.dumps(facts)}\n".encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(f"\n@learner {json.dumps(facts)}\n".encode())

@@ -12,7 +12,6 @@ process (proportional set size).
 import argparse
 import itertools
 import json
-import os
 import time
 
 import numpy as np
@@ -94,7 +93,8 @@ def main() -> None:
     if comm.rank == 0:
         result = {"worst": worst, "exchanges": exchanges, "seed": args.seed}
         result |= {"seconds": seconds, "pss_mib": memory, "engines": comm.size}
-        os.write(1, (json.dumps(result) + "\n").encode())
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write((json.dumps(result) + "\n").encode())
 
 
 def update(model: dict, expected: dict, rng: np.random.Generator) -> None:

@@ -7,7 +7,6 @@ map (pss).
 
 import argparse
 import json
-import os
 import time
 
 import numpy as np
@@ -62,7 +61,8 @@ def main() -> None:
     grown = {key: (after[key] - before[key]) / 1024 for key in before}
     said = {"rank": comm.rank, "leads": leads, "exchanges": exchanges, **grown}
     engine.stop()
-    os.write(1, ("\n@learner " + json.dumps({**said, "extra": extra.size}) + "\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\n@learner " + json.dumps({**said, "extra": extra.size}) + "\n").encode())
 
 
 def memory() -> dict[str, int]:

@@ -9,7 +9,6 @@ elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives wha
 
 import argparse
 import json
-import os
 import time
 
 import numpy as np
@@ -44,7 +43,8 @@ def main() -> None:
     else:
         said = run.stale()
     run.engine.stop()
-    os.write(1, ("\n@learner " + json.dumps({"rank": run.comm.rank, **said}) + "\n").encode())
+    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+        out.write(("\n@learner " + json.dumps({"rank": run.comm.rank, **said}) + "\n").encode())
 
 
 class Run:

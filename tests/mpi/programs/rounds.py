@@ -12,7 +12,6 @@ Prints one JSON object: what is given, per strategy.
 
 import argparse
 import json
-import os
 
 import numpy as np
 from mpi4py import MPI
@@ -45,7 +44,8 @@ def main() -> None:
             result[spec] = run.factors(rng, args.factors, args.start)
         run.engine.stop()
     if MPI.COMM_WORLD.rank == 0:
-        os.write(1, (json.dumps(result) + "\n").encode())
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write((json.dumps(result) + "\n").encode())
 
 
 class Run:
