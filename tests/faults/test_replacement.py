@@ -274,3 +274,50 @@ def test_job_that_ends_before_the_newcomer_joins(tmp_path, launcher):
     assert "starting another one in its place" in result.stderr
     assert "at shutdown" not in result.stderr, result.report()
     assert ended - max(f["done"] for f in learners) < ENDS_S
+
+
+@pytest.mark.extended
+def test_a_replacement_averages_each_model_with_its_own() -> None:
+    """Two models with the same names and shapes, of which one is wrapped again in each epoch: so the job's
+    learners have wrapped the other one first, and the replacement has not."""
+    program = """
+        import signal, torch
+        import hvd_adpsgd.torch as hvd
+        replaces = "HVD_ADPSGD_JOIN" in os.environ
+        hvd.init()
+        models = torch.nn.ModuleList([torch.nn.Linear(64, 16), torch.nn.Linear(64, 16)])
+        with torch.no_grad():
+            for i, model in enumerate(models):
+                for p in model.parameters():
+                    p.fill_(100.0 * i)
+
+        def wrap(i):
+            return hvd.DistributedOptimizer(
+                torch.optim.SGD(models[i].parameters(), lr=0.0),
+                named_parameters=models[i].named_parameters())
+
+        optimizers = [wrap(0), wrap(1)]
+        ends, alone = time.monotonic() + 150, True
+        epoch = hvd.admit(models, optimizers, state=0)
+        while True:
+            for _ in range(10):
+                for model, optimizer in zip(models, optimizers):
+                    optimizer.zero_grad()
+                    model(torch.ones(4, 64)).sum().backward()
+                    optimizer.step()
+            if epoch == 1 and hvd.rank() == 3 and not replaces:
+                os.kill(os.getpid(), signal.SIGKILL)
+            whole = len(hvd.allgather_object(0)) == 4 and epoch > 1
+            if any(hvd.allgather_object(whole or time.monotonic() > ends)):
+                break
+            if epoch < 2 and not replaces:
+                optimizers[0] = None
+                optimizers[0] = wrap(0)
+            epoch = hvd.admit(models, optimizers, state=epoch + 1)
+        means = [sorted({round(float(p.mean()), 3) for p in m.parameters()}) for m in models]
+        say(rank=hvd.rank(), means=means)
+        hvd.shutdown()
+    """
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    result = run_learners(4, program, env=env, timeout=200, fresh=True)
+    assert [facts["means"] for facts in result.by_rank()] == [[[0.0], [100.0]]] * 4, result.report()
