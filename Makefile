@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak storm simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
+.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak storm virtual-time simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -76,6 +76,9 @@ storm: venv  ## the simulator's fault scripts on real processes: is a promise br
 
 tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
 	@$(PY) -m tests.tsan $(ARGS)
+
+virtual-time: venv  ## a small job on 4 processes and in virtual time: same curve, same speed? (minutes)
+	@$(PY) -m examples.studies.virtual_time $(ARGS)
 
 simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (half an hour to an hour on two cores)
 	@$(PY) -m hvd_adpsgd simulate $(or $(ARGS),--seeds 0 1000000)

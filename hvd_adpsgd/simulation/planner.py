@@ -8,13 +8,14 @@ link; the receiver's link is not modelled; the work of averaging on a host is mo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,24 @@ from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.job import Job
 from hvd_adpsgd.simulation.network import Network
-from hvd_adpsgd.simulation.scenario import rounds_of, schedules
+from hvd_adpsgd.simulation.scenario import DTYPES, member_plans, rounds_of, schedules
 from hvd_adpsgd.strategies import parse
 
-__all__ = ["Cluster", "Outcome", "draw", "plan", "synchronous_goodput", "theoretical_decay"]
+if TYPE_CHECKING:
+    from hvd_adpsgd.simulation.job import LocalUpdates  # a protocol of the stub only
+
+__all__ = [
+    "Cluster",
+    "Outcome",
+    "allreduce_s",
+    "checkpoint_interval_s",
+    "draw",
+    "failure_times",
+    "job_of",
+    "plan",
+    "synchronous_goodput",
+    "theoretical_decay",
+]
 
 ELEMENTS = 8  # elements of a simulated chunk
 NEVER = 10**9
@@ -217,15 +232,41 @@ def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> O
 
 def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
     """Build the simulated job, not started, and return with it the seconds until each super learner fails."""
-    nbytes = c.chunks * ELEMENTS * 8
+    random = np.random.default_rng(c.seed)
+    models = [random.standard_normal((c.chunks, ELEMENTS)) for _ in range(c.super_learners)]
+    job = job_of(c, models, bytes_scale=c.model_nbytes / models[0].nbytes)
+    return job, _strike(job, c)
+
+
+def job_of(
+    c: Cluster,
+    models: Sequence[npt.NDArray[Any]],
+    *,
+    bytes_scale: float,
+    local: LocalUpdates | None = None,
+    joining: npt.NDArray[Any] | None = None,
+    streams: bool = False,
+) -> Job:
+    """Build the simulated job of a cluster, not started and without faults.
+
+    Args:
+        c: the cluster.
+        models: per super learner an array (chunks, elements), which its engine averages in place.
+        bytes_scale: bytes in messages per byte of the arrays.
+        local: what a trainer does in a step, see Job; None: the models change by exchanges only.
+        joining: the array of a super learner that joins; None: none does.
+        streams: whether messages travel over connections, which may end.
+    """
     network = Network(
         c.super_learners,
         c.seed + 1,
         c.latency_s,
         0.2,
         c.bytes_per_s,
-        bytes_scale=c.model_nbytes / nbytes,
+        bytes_scale=bytes_scale,
         eager=1.0,
+        room=0 if joining is None else c.super_learners + 1,
+        streams=streams,
     )
     rounds, tables = rounds_of(c.strategy, c.super_learners)
     means = None
@@ -244,35 +285,46 @@ def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
         still=True,
         look_s=c.step_s / 50,
         checks=False,
-        chunk_s=c.averaging_chunk_s,
+        chunk_s=c.averaging_chunk_s * c.chunks / len(models[0]),
         exchange_share=c.share,
+        local=local,
     )
-    _add(job, c, rounds is not None and rounds.peers is not None)
-    return job, _strike(job, c)
+    _add(job, c, models, rounds is not None and rounds.peers is not None)
+    if joining is not None:
+        job.expect(functools.partial(member_plans, c.strategy), joining)
+    return job
 
 
-def _add(job: Job, c: Cluster, in_pairs: bool) -> None:
+def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]], in_pairs: bool) -> None:
     weight = parse(c.strategy).plan(0, c.super_learners).weight
-    random = np.random.default_rng(c.seed)
+    lane_nbytes, dtype = models[0].strides[0], DTYPES[models[0].dtype.name]
     for i, schedule in enumerate(schedules(c.strategy, c.super_learners)):
-        model = random.standard_normal((c.chunks, ELEMENTS))
         step_s = (c.step_s + c.averaging_step_s) * (c.slow_factor if i < c.slow else 1.0)
         job.add(
-            schedule, weight, c.rate, in_pairs, model, 0, 1, -1, 8 * ELEMENTS,
+            schedule, weight, c.rate, in_pairs, models[i], 0, dtype, -1, lane_nbytes,
             NEVER, step_s, c.spread, 0.0, c.deadline_s, 5.0,
         )  # fmt: skip
 
 
 def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
     """Add failures at the times of a Poisson process; return the seconds until each super learner fails."""
-    chance, lived_s = Chance(c.seed), np.full(c.super_learners, 60.0 * c.minutes)
-    for i in range(c.super_learners):
-        if c.failures_per_hour > 0:
-            at_s = -math.log(1 - chance.between(0, 1)) * 3600 / c.failures_per_hour
-            if at_s < 60 * c.minutes:
-                job.strike(at_s, "crash", i)
-                lived_s[i] = at_s
+    lived_s = np.full(c.super_learners, 60.0 * c.minutes)
+    for i, at_s in failure_times(c):
+        if at_s < lived_s[i]:
+            job.strike(at_s, "crash", i)
+            lived_s[i] = at_s
     return lived_s
+
+
+def failure_times(c: Cluster) -> list[tuple[int, float]]:
+    """Return (super learner, seconds until it fails), exponentially distributed; none without failures."""
+    if c.failures_per_hour == 0:
+        return []
+    chance = Chance(c.seed)
+    return [
+        (i, -math.log(1 - chance.between(0, 1)) * 3600 / c.failures_per_hour)
+        for i in range(c.super_learners)
+    ]
 
 
 # ---- what is measured ---------------------------------------------------------------------------
@@ -382,13 +434,24 @@ def synchronous_goodput(
     """
     n = c.super_learners
     slowest = c.step_s * (c.slow_factor if c.slow else 1.0) * (1 + c.spread * (n - 1) / (n + 1))
-    allreduce = 2 * (n - 1) / n * c.model_nbytes / c.bytes_per_s + 2 * math.log2(n) * c.latency_s
-    kept = c.step_s / (slowest + allreduce)
+    kept = c.step_s / (slowest + allreduce_s(c))
     rate = n * c.failures_per_hour / 3600
     if rate == 0:
         return kept
-    interval = math.sqrt(2 * checkpoint_s / rate)
+    interval = checkpoint_interval_s(c, checkpoint_s)
     return kept / ((1 + checkpoint_s / interval) * (1 + rate * (restart_s + interval / 2)))
+
+
+def allreduce_s(c: Cluster) -> float:
+    """Seconds of a ring all-reduce of the model."""
+    n = c.super_learners
+    return 2 * (n - 1) / n * c.model_nbytes / c.bytes_per_s + 2 * math.log2(n) * c.latency_s
+
+
+def checkpoint_interval_s(c: Cluster, checkpoint_s: float) -> float:
+    """Seconds between checkpoints of `checkpoint_s` each, by Young's formula; infinite without failures."""
+    rate = c.super_learners * c.failures_per_hour / 3600
+    return math.sqrt(2 * checkpoint_s / rate) if rate > 0 else math.inf
 
 
 # ---- a figure -----------------------------------------------------------------------------------

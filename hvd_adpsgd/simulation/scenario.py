@@ -33,6 +33,7 @@ __all__ = [
     "Scenario",
     "digest",
     "job_of",
+    "member_plans",
     "rounds_of",
     "run",
     "schedules",
@@ -599,13 +600,13 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     if s.hosts:
         job.share(s.hosts, 8 * s.elements, s.shown)
     if s.processes > n:
-        job.expect(functools.partial(_plans, s.strategy))
+        job.expect(functools.partial(member_plans, s.strategy))
     for fault in s.faults:
         job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
     return job
 
 
-def _plans(strategy: str, numbers: Sequence[int], n: int) -> list[Engaged]:
+def member_plans(strategy: str, numbers: Sequence[int], n: int) -> list[Engaged]:
     """Return, for each of the super learners `numbers` among n: peers to ask, weight, table of rounds.
 
     A peer is given by its index in `numbers`; -1 for a round's peer that is not in `numbers`.

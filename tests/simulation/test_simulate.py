@@ -172,8 +172,9 @@ def test_arguments_out_of_their_bounds_are_refused(
     [
         ("--super-learners 16 --chart", "--seed and --scenario"),
         ("--super-learners 16 --keep report.json", "--seeds"),
-        ("--seed 8 --json plan.json", "--super-learners"),
-        ("--seed 8 --minutes 3", "--super-learners"),
+        ("--seed 8 --json plan.json", "--super-learners and --train"),
+        ("--seed 8 --minutes 3", "--super-learners and --train"),
+        ("--super-learners 2 --steps 3", "--train"),
         ("--seeds 0 9 --timeline t.json", "--seed and --scenario"),
         ("--explore two --workers 2", "--seeds"),
     ],

@@ -5,6 +5,7 @@ from hvd_adpsgd.simulation.state cimport JobState
 cdef class Admission:
     cdef int n              # members: processes 0 to n - 1; the joining super learner is process n
     cdef object plan        # see Job.expect
+    cdef object model       # see Job.expect
     cdef int number         # rank of the joining super learner among all super learners
     cdef list agreements    # [process]: its Agreement
     cdef list states        # [process]: its Member; None: it has not reached the step of the admission

@@ -32,7 +32,7 @@ from hvd_adpsgd.simulation.network cimport LATE, cut_until, enter
 from hvd_adpsgd.simulation.promises cimport check_joined, check_moved
 from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
 from hvd_adpsgd.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
-from hvd_adpsgd.simulation.trainers cimport absorb, begin_rest, follow, leave_job
+from hvd_adpsgd.simulation.trainers cimport absorb, begin_rest, follow, leave_job, refresh
 
 cdef enum:
     AGREES = 0              # kinds of letters: a message of the agreement
@@ -48,10 +48,10 @@ cdef double REFUSED = 0.05  # probability that a member cannot make its engine
 
 
 cdef class Admission:
-    """The admission of one newcomer by n members; `plan`: see Job.expect."""
+    """The admission of one newcomer by n members; `plan` and `model`: see Job.expect."""
 
-    def __cinit__(self, int n, plan):
-        self.n, self.plan = n, plan
+    def __cinit__(self, int n, plan, model=None):
+        self.n, self.plan, self.model = n, plan, model
         self.agreements = [Agreement(n, i) for i in range(n)]
         self.states = [None] * n
         self.joiner = Joiner()
@@ -87,9 +87,14 @@ cdef int come(JobState job, int i) except -1:
         a.after = TAKE_IN
         begin_rest(job, i)
     elif a.doing == TAKE_IN:
+        if job.local is not None:
+            job.local.before_pause(a.process)
         for _ in range(2):              # the published corrections, and those merged since
             job.stores[i].publish()
             absorb(job, i, a.step - 1)
+        if job.local is not None:
+            job.local.after_pause(a.process)
+            refresh(job, i, a.step - 1)
         a.doing = AWAIT_ALL
         m.states[a.process] = Member()
         say(job, a.process, True)
@@ -172,7 +177,7 @@ cdef int make_engines(JobState job) except -1:
         job.network.place(at, first, len(numbers), q)
         how = job.given[q % m.n]        # the newcomer has the options of the first member
         how.weight = weight
-        model = job.models[q] if q < m.n else np.zeros_like(job.models[0])
+        model = job.models[q] if q < m.n else np.zeros_like(job.models[0]) if m.model is None else m.model
         make_engine(job, schedule, model, &how, q if q < m.n else -1)
         if job.tables is not None:
             job.tables.append(table)
@@ -211,7 +216,10 @@ cdef int conclude(JobState job, int p, bint goes_over, set ready) except -1:
                      f"{sorted(ready)} are ready and alive")
         job.note("join | all go over" if p == m.giver else "join | a member goes over")
         if p == m.giver:
-            check_joined(job, [job.seats[q] for q in m.members], m.values)
+            if job.checks:
+                check_joined(job, [job.seats[q] for q in m.members], m.values)
+            if job.local is not None:
+                job.local.gives(p)
             post(job, p, m.n, IS_IN, None)
             m.gift = job.actors[job.seats[p]].step, m.values
             post_later(job, p, PACKED, between(&job.chance, 0, 2 * job.actors[job.seats[p]].step_s))
@@ -280,7 +288,10 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
         joiner.received()
         step, values = content
         job.models[at][...] = values
-        job.expected += job.models[at]
+        if job.checks:
+            job.expected += job.models[at]
+        if job.local is not None:
+            job.local.joins(m.n)
         a.step, a.step_s, a.spread, a.node_s = (step, job.actors[0].step_s, job.actors[0].spread,
                                                 job.actors[0].node_s)
         a.steps = max([job.actors[i].steps for i in job.seats if i >= 0])

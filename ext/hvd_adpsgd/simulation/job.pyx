@@ -57,12 +57,18 @@ cdef class Job(JobState):
         max_staleness: the option of that name; 0: no bound.
         reports_s: seconds between an engine's messages with reports; 0: no reports.
         exchange_share: the option of that name.
+        local: an object that updates models in place of random updates. For the trainer of a process these methods
+            are called, in this order: `update(process, step)`, which changes the model in place;
+            `after_corrections(process)`; if the step waits for a round, `before_round(process)`, and once the
+            correction of the round is applied, `after_round(process)`. At an admission `before_pause(process)` and
+            `after_pause(process)` are called before and after the corrections are applied, `gives(process)` when the
+            giver's state is copied for the newcomer, and `joins(process)` when the newcomer has received it.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
                   means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
                   bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
-                  double reports_s=0.0, double exchange_share=1.0):
+                  double reports_s=0.0, double exchange_share=1.0, local=None):
         self.network = network
         self.net = &network.net
         self.n = self.living = network.size
@@ -85,6 +91,7 @@ cdef class Job(JobState):
         self.ledger = Ledger()
         self.detect_s = detect_s
         self.still = still
+        self.local = local
         self.look_s = look_s
         self.checks = checks
         self.chunk_s = chunk_s
@@ -127,16 +134,17 @@ cdef class Job(JobState):
             self.lives = []
             show_models(self, 0, self.n)
 
-    def expect(self, plan):
+    def expect(self, plan, model=None):
         """Allow one more super learner to join the job, at a fault "join" (see `strike`).
 
         Args:
             plan: function of (ranks, size): ranks of the super learners after the admission, and size of the
                 job; returns for each of them (schedule, weight, table of rounds), with peers as indices of
                 `ranks`.
+            model: array for the model of the joining super learner, like those of `add`; None: a new array.
         """
         self.processes = self.n + 1
-        self.admission = Admission(self.n, plan)
+        self.admission = Admission(self.n, plan, model)
 
     def strike(self, double at, kind, int who, *arguments):
         """Schedule a fault of process `who`, `at` seconds from now.
@@ -174,12 +182,12 @@ cdef class Job(JobState):
             take_back(self.actors[i].core)
 
     def run_for(self, double seconds):
-        """Run the job for `seconds` more of virtual time."""
+        """Run the job for `seconds` more of virtual time, or until `halted`; then `run_for(0)` continues."""
         if self.ends == 0:
             self.begin()
             self.ends = self.net.now_s
         self.ends += seconds
-        while self.net.entries and self.net.calendar[0].at <= self.ends:
+        while not self.halted and self.net.entries and self.net.calendar[0].at <= self.ends:
             self.next_happening()
 
     cdef void begin(self):
@@ -361,6 +369,20 @@ cdef class Job(JobState):
         total = np.zeros(self.models[i].shape, np.float64)
         add_model(self, i, total)
         return total
+
+    def seat_of(self, int process):
+        """Return the index of the engine of a process; -1: the process has none yet."""
+        return self.seats[process]
+
+    def is_running(self, int process):
+        """Whether a process has an engine that has neither crashed nor left."""
+        cdef int i = self.seats[process]
+        return i >= 0 and not (self.actors[i].dead or self.actors[i].over or self.actors[i].absent)
+
+    @property
+    def now_s(self):
+        """Virtual time since the start of the job, s."""
+        return self.net.now_s - 1.0
 
     def loop_of(self, int i):
         """Return the Loop of engine `i`."""

@@ -120,7 +120,7 @@ cdef class JobState:
     cdef public dict met        # counts faults, by kind and by what the engine was doing
     cdef int64_t coverage[NSTATES * NMESSAGES]
     cdef public int64_t happened    # events so far
-    cdef int living             # engines that have neither crashed nor left
+    cdef readonly int living    # engines that have neither crashed nor left
     cdef int nchunks
     cdef int later              # chunks that the fault EXTEND adds
     cdef int dtype
@@ -128,6 +128,8 @@ cdef class JobState:
     cdef public double leave_deadline_s
     cdef double detect_s        # see Job
     cdef bint still
+    cdef object local           # see Job
+    cdef public bint halted     # `run_for` returns before the next event
     cdef double look_s
     cdef double chunk_s
     cdef int max_staleness      # 0: no bound

@@ -111,6 +111,8 @@ cdef void end_step(JobState job, int i):
     if a.extend_at == a.step:
         job.add_chunks(i, job.nchunks, job.nchunks + job.later)
     absorb(job, i, a.step)
+    if job.local is not None:
+        job.local.after_corrections(a.process)
     if a.extend_at == a.step:
         job.loops[i].extend(len(job.stores[i]), 18)
     if a.unfit:
@@ -157,6 +159,13 @@ cdef int absorb(JobState job, int i, int64_t step) except -1:
     return 0
 
 
+cdef void refresh(JobState job, int i, int64_t step):
+    """Copy a changed model to the mirror."""
+    cdef Store chunks = job.stores[i]
+    model = job.models[i]
+    chunks.absorb(spans_of(chunks.memory.nchunks, model.shape[1]), addresses_of(model, chunks.memory.nchunks), -1, step)
+
+
 cdef int follow(JobState job, int i) except -1:
     """Let another learner of the super learner apply the slot of the last step, as late as possible.
 
@@ -177,45 +186,59 @@ cdef void begin_step_later(JobState job, int i):
     job.again(i, a.step_s * a.slowed * (1 + a.spread * between(&job.chance, -1, 1)))
 
 
-cdef void settle(JobState job, int i):
+cdef int settle(JobState job, int i) except -1:
     """Apply the mean or the correction of a round that is over, before the next gradient."""
     cdef Actor* a = &job.actors[i]
     a.settling = False
     absorb(job, i, a.step - 1)
+    if job.local is not None and job.after:
+        job.local.after_round(a.process)
+        refresh(job, i, a.step - 1)
     if job.means is None:
         a.step -= 1
         offer(job, i, True)
         a.step += 1
     elif job.gossips:
         job.loops[i].pause(False)       # not earlier: the slot must hold the mean without corrections
-    begin_step_later(job, i)
+    if job.after or job.checks:         # in checked jobs also otherwise: recorded seeds depend on these times
+        begin_step_later(job, i)
+    else:                               # the gradient was computed during the round
+        job.again(i, between(&job.chance, 20e-6, 200e-6))
+    return 0
 
 
-cdef void update(JobState job, int i):
-    """Update a model by a random number that sums of models represent exactly."""
+cdef int update(JobState job, int i) except -1:
+    """Update a model: by `local`, else by a random number that sums of models represent exactly."""
+    if job.local is not None:
+        job.local.update(job.actors[i].process, job.actors[i].step)
+        return 0
     if job.still:
-        return
+        return 0
     model = job.models[i]
     change = ((draw(&job.chance) & 0xFF) - 127.5) / 256
     before = model.astype(np.float64) if job.checks and job.dtype == FLOAT16 else None
     model += model.dtype.type(change)
     if job.checks:
         job.expected += change if before is None else model - before      # 16 bits round the update
+    return 0
 
 
-cdef void begin_round(JobState job, int i):
+cdef int begin_round(JobState job, int i) except -1:
     cdef Actor* a = &job.actors[i]
     if (a.step + 1) % job.period or a.step < job.warm_up or (job.means is None and job.tables is None):
-        return
+        return 0
+    if job.local is not None and job.after:
+        job.local.before_round(a.process)
     if job.means is not None and job.gossips:
         a.after = BEGIN_MEAN
         begin_rest(job, i)
-        return
+        return 0
     if job.means is not None:
         begin_mean(job, i)
     else:
         begin_pairs(job, i, (a.step + 1) // job.period - 1)
     go_on(job, i)
+    return 0
 
 
 cdef void go_on(JobState job, int i):

@@ -4,6 +4,8 @@ python -m hvd_adpsgd simulate --seed N                replay the scenario of a s
 python -m hvd_adpsgd simulate --seeds A B             run seeds A to B - 1; is any promise (invariant) broken?
 python -m hvd_adpsgd simulate --super-learners 256 --model 350M --step 0.35s --network 10Gb/s,50us
                                                       predict speed and staleness on a cluster
+python -m hvd_adpsgd simulate --train FILE.py --super-learners 16 --steps 300 --step 50ms --network 1Gb/s,50us
+                                                      train the model of a file on that cluster
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from hvd_adpsgd.simulation.planner import Cluster, Outcome, draw, plan
 from hvd_adpsgd.simulation.scenario import LONGEST_S, Scenario, job_of
 from hvd_adpsgd.simulation.shrink import shrink
 from hvd_adpsgd.tools.simulate import progress, units
-from hvd_adpsgd.tools.simulate.arguments import parsed
+from hvd_adpsgd.tools.simulate.arguments import PLAN_DEFAULTS, parsed
 from hvd_adpsgd.tools.simulate.files import check_image, check_writable
 
 __all__ = ["main"]
@@ -51,6 +53,12 @@ def _run(args: argparse.Namespace) -> int:
     check_writable("--timeline", args.timeline)
     check_writable("--json", args.json)
     check_image("--figure", args.figure)
+    if args.train is not None:
+        from hvd_adpsgd.tools.simulate import (
+            trained,
+        )  # needs torch, which the other modes do without
+
+        return trained.main(args, _cluster(args, 1.0))
     if args.super_learners is not None:
         return _plan(args)
     if args.seeds is not None:
@@ -148,16 +156,16 @@ def _every_interleaving(names: Sequence[str]) -> int:
 # ---- a cluster ----------------------------------------------------------------------------------
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
     bytes_per_s, latency_s = units.network(args.network)
     slow, slow_factor = units.slow(args.slow)
-    cluster = Cluster(
+    return Cluster(
         super_learners=args.super_learners,
-        parameters=units.model(args.model),
+        parameters=parameters,
         step_s=units.seconds(args.step),
         bytes_per_s=bytes_per_s,
         latency_s=latency_s,
-        strategy=args.strategy,
+        strategy=PLAN_DEFAULTS["strategy"] if args.train else args.strategy,
         minutes=args.minutes,
         rate=args.rate,
         share=args.share,
@@ -167,6 +175,10 @@ def _plan(args: argparse.Namespace) -> int:
         seed=args.random_seed,
         calibration=Calibration.read(args.calibration) if args.calibration else None,
     )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    cluster = _cluster(args, units.model(args.model))
     print(_told_cluster(cluster), flush=True)  # flushed, because plan() may take minutes
     outcome = plan(cluster, progress.of_plan())
     print(_told_plan(cluster, outcome))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import in_bound
+from hvd_adpsgd.simulation.planner import BOUNDS
 
 __all__ = ["parsed"]
 
 REPLAY = ("seed", "scenario")
 RUNS = (*REPLAY, "seeds")
-MODES = (*RUNS, "explore", "super_learners")
-PLAN_DEFAULTS = {
+MODES = (*RUNS, "explore", "train", "super_learners")
+PLANS = ("super_learners", "train")
+TRAIN_DEFAULTS = {"points": 50, "threads": 1, "vmap": False}
+PLAN_DEFAULTS: dict[str, Any] = {
     "model": "100M",
     "step": "0.35s",
     "network": "10Gb/s,50us",
@@ -25,7 +29,7 @@ PLAN_DEFAULTS = {
     "minutes": 10.0,
     "random_seed": 0,
 }
-DEFAULTS = {**PLAN_DEFAULTS, "chart": False, "no_shrink": False}
+DEFAULTS = {**PLAN_DEFAULTS, **TRAIN_DEFAULTS, "chart": False, "no_shrink": False}
 OF = {  # option: the modes that it belongs to
     "chart": REPLAY,
     "timeline": REPLAY,
@@ -33,7 +37,8 @@ OF = {  # option: the modes that it belongs to
     "no_shrink": RUNS,
     "keep": ("seeds",),
     "workers": ("seeds",),
-    **dict.fromkeys((*PLAN_DEFAULTS, "json", "figure", "calibration"), ("super_learners",)),
+    **dict.fromkeys((*PLAN_DEFAULTS, "json", "figure", "calibration", "super_learners"), PLANS),
+    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault"), ("train",)),
 }
 
 
@@ -43,8 +48,11 @@ def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse
     Raises:
         ConfigError: if an option does not belong to the requested mode, which would ignore it.
     """
-    args = _parser(description).parse_args(arguments)
-    mode = next(mode for mode in MODES if getattr(args, mode) is not None)
+    parser = _parser(description)
+    args = parser.parse_args(arguments)
+    mode = next((mode for mode in MODES if getattr(args, mode) is not None), None)
+    if mode is None:
+        parser.error(f"one of the arguments {' '.join(map(_option, MODES))} is required")
     for name, modes in OF.items():
         if getattr(args, name) is not None and mode not in modes:
             raise ConfigError(
@@ -53,10 +61,26 @@ def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse
             )
     if args.lines is not None:
         in_bound("--lines", args.lines, (1, 10**9))
+    if mode == "train":
+        _check_training(args)
     for name, value in DEFAULTS.items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and (name, mode) != ("model", "train"):
             setattr(args, name, value)
     return args
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    if args.super_learners is None:
+        raise ConfigError(
+            "--train: the number of super learners is missing. Add --super-learners N, for instance 8."
+        )
+    if args.steps is not None and args.minutes is not None:
+        raise ConfigError(
+            f"--train: both --steps {args.steps} and --minutes {args.minutes:g} are given, allowed is one of "
+            "them. Leave one out."
+        )
+    if args.steps is not None:
+        args.minutes = BOUNDS["minutes"][1]
 
 
 def _option(name: str) -> str:
@@ -69,7 +93,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--seed", type=int, metavar="N", help="replay the scenario of a seed")
     what.add_argument(
         "--scenario", metavar="JSON", help="replay a scenario that simulate has printed"
@@ -79,10 +103,16 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         "--explore", nargs="*", metavar="JOB", help="explore every interleaving of small jobs"
     )
     what.add_argument(
+        "--train",
+        metavar="FILE.py",
+        help="train the model of a file on a cluster of --super-learners N, with torch",
+    )
+    parser.add_argument(
         "--super-learners", type=int, metavar="N", help="plan a cluster of N super learners"
     )
     _add_run_arguments(parser.add_argument_group("with --seed, --scenario or --seeds"))
-    _add_plan_arguments(parser.add_argument_group("with --super-learners"))
+    _add_plan_arguments(parser.add_argument_group("with --super-learners, or --train"))
+    _add_train_arguments(parser.add_argument_group("with --train"))
     return parser
 
 
@@ -125,7 +155,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
     for name, kind, metavar, meaning in (
-        ("model", str, "350M", "number of float32 parameters"),
+        ("model", str, "350M", "number of float32 parameters; with --train that of the model"),
         ("step", str, "0.35s", "time of a training step"),
         ("network", str, "10Gb/s,50us", "bandwidth and latency of each host's link"),
         ("slow", str, "1x10", "1 super learner is 10 times slower"),
@@ -150,4 +180,45 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         "--calibration",
         metavar="FILE",
         help="costs of averaging on a host, as `bench calibrate` writes them",
+    )
+
+
+def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="K",
+        help="end after K steps per super learner on average, in place of --minutes",
+    )
+    group.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="SPEC",
+        help="then train with these strategies, too; besides those of averaging= there are the baselines "
+        "synchronous and diloco:period=50,rate=0.7,momentum=0.9",
+    )
+    group.add_argument(
+        "--fault",
+        nargs="+",
+        metavar="FAULT",
+        help="faults KIND,SUPER_LEARNER,TIME[,VALUE[,PEER...]], for instance crash,3,20s join,8,30s "
+        "stop,1,10s,5s slow,0,5s,10",
+    )
+    group.add_argument(
+        "--points",
+        type=int,
+        metavar="P",
+        help=f"points of the curves (default {TRAIN_DEFAULTS['points']})",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="T",
+        help=f"threads of torch; another number may round otherwise (default {TRAIN_DEFAULTS['threads']})",
+    )
+    group.add_argument(
+        "--vmap",
+        action="store_true",
+        default=None,
+        help="compute gradients of several super learners in one call, where the model allows it",
     )

@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 from hvd_adpsgd.simulation.campaign import BLOCK, Report
 
-__all__ = ["of_plan", "of_seeds", "of_states"]
+__all__ = ["of_plan", "of_seeds", "of_states", "of_training"]
+
+
+_BAR = 24  # characters of a bar
 
 
 class _Line:
@@ -26,6 +29,11 @@ class _Line:
         self._shown = now
         end = "\r" if self._terminal and not last else "\n"
         print(text().ljust(78), end=end, file=sys.stderr, flush=True)
+
+    def left(self, share: float) -> str:
+        """The time that is left when this share is over, as text."""
+        took = time.monotonic() - self.began
+        return f", {took * (1 - share) / share:.0f} s left" if share > 0 else ""
 
 
 def of_seeds(runs: int) -> Callable[[Report], None]:
@@ -57,10 +65,15 @@ def of_states(name: str) -> Callable[[int], None]:
 def of_plan() -> Callable[[float], None]:
     """Return a callback that shows how much of the planned time is simulated, and the time left."""
     line = _Line()
+    return lambda share: line.show(lambda: f"simulated {share:.0%}{line.left(share)}")
 
-    def show(share: float) -> None:
-        took = time.monotonic() - line.began
-        left = f", {took * (1 - share) / share:.0f} s left" if share > 0 else ""
-        line.show(lambda: f"simulated {share:.0%}{left}")
 
-    return show
+def of_training(name: str) -> Callable[[float], None]:
+    """Return a callback that shows the share of a training that is over, with a bar."""
+    line = _Line()
+
+    def text(share: float) -> str:
+        full = int(_BAR * share)
+        return f"{name[:24]:24} [{'#' * full}{'.' * (_BAR - full)}] {share:.0%}{line.left(share)}"
+
+    return lambda share: line.show(lambda: text(share))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.scenario import Fault
 
-__all__ = ["failures", "model", "network", "seconds", "slow"]
+__all__ = ["failures", "fault", "model", "network", "seconds", "slow"]
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -59,3 +60,22 @@ def slow(text: str) -> tuple[int, float]:
 def failures(text: str) -> float:
     """Return the failures of one super learner per hour, from a text like "0.01/h"."""
     return _number(text, {"/h": 1.0, "/d": 1 / 24}, "--fail", "0.01/h")
+
+
+def fault(text: str) -> Fault:
+    """Return the fault that a text like "crash,3,20s", "slow,0,5s,10" or "sever,1,5s,2s,4" means.
+
+    That is KIND,SUPER LEARNER,TIME[,VALUE[,PEER...]]; the value is a factor for slow, a time for other kinds.
+    """
+    kind, *rest = text.split(",")
+    try:
+        who, at, *values = rest
+        value = 0.0
+        if values:
+            value = float(values[0]) if kind == "slow" else seconds(values[0])
+        return Fault(seconds(at), kind, int(who), tuple(map(int, values[1:])), value)
+    except ValueError:
+        raise ConfigError(
+            f"bad --fault {text!r}: allowed is KIND,SUPER_LEARNER,TIME[,VALUE[,PEER...]]. Pass crash,3,20s, "
+            "for instance."
+        ) from None

@@ -1,0 +1,269 @@
+"""Real engines and the super learners that train under them: the local updates of a simulated job."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_adpsgd.simulation.learning.curve import Curve, Vector
+from hvd_adpsgd.simulation.learning.outcome import Outcome, digest_of
+from hvd_adpsgd.simulation.learning.super_learner import SuperLearner
+from hvd_adpsgd.simulation.learning.task import Task
+from hvd_adpsgd.simulation.learning.together import Together
+from hvd_adpsgd.simulation.planner import Cluster, failure_times, job_of
+from hvd_adpsgd.simulation.scenario import Fault
+from hvd_adpsgd.strategies import parse
+from hvd_adpsgd.training.update_rules import UpdateRule
+
+__all__ = ["Budget", "EngineRun"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How long a run is, and how often it is measured.
+
+    Attributes:
+        steps: steps of all super learners together after which it ends; None: time alone ends it.
+        seconds: virtual seconds after which it ends.
+        points: number of points after the first one.
+    """
+
+    steps: int | None
+    seconds: float
+    points: int
+
+
+class EngineRun:
+    """A run of a strategy of the library: n engines, and the hooks that their simulated trainers call.
+
+    Args:
+        task: what is trained.
+        model: model(), of which each super learner has a copy.
+        cluster: the job.
+        faults: checked faults, beside those of the cluster.
+        budget: how long it is.
+        progress: called with the share of the budget that is used.
+        together: whether gradients of several super learners are computed in one call.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: torch.nn.Module,
+        cluster: Cluster,
+        faults: Sequence[Fault],
+        budget: Budget,
+        progress: Callable[[float], None],
+        together: bool = False,
+    ):
+        self._task, self._cluster, self._faults, self._budget = task, cluster, faults, budget
+        self._progress = progress
+        n = cluster.super_learners
+        self._curve = Curve(task, model, n, cluster.seed)
+        self._learners = [self._learner(model, i, i, n) for i in range(n)]
+        self._joins = next((fault for fault in faults if fault.kind == "join"), None)
+        if self._joins is not None:
+            number = self._joins.who
+            self._learners.append(self._learner(model, n, number, max(n, number + 1)))
+            self._learners[-1].here = False
+        self._together: Together | None = None
+        if together:
+            self._together = Together(task, copy.deepcopy(model), self._learners, cluster.seed)
+        self._gift: dict[str, Any] = {}
+        self._steps, self._next_point = 0, 0
+        self._job = self._make_job()
+
+    def _learner(self, model: torch.nn.Module, process: int, number: int, n: int) -> SuperLearner:
+        c = self._cluster
+        return SuperLearner(
+            self._task,
+            copy.deepcopy(model),
+            process,
+            self._task.stream(number, n, c.seed),
+            parse(c.strategy).plan(number, n),
+            c.rate * c.share,
+            c.seed,
+            c.chunks,
+        )
+
+    def _make_job(self) -> Any:
+        c, learners = self._cluster, self._learners
+        first = learners[0]
+        averaged = sum(tensor.numel() for _, tensor in first.rule.averaged())
+        trained = sum(p.numel() for p in first.parameters)
+        nbytes = c.model_nbytes * averaged / trained * first.layout.itemsize / 4
+        n = c.super_learners
+        job = job_of(
+            c,
+            [learner.memory for learner in learners[:n]],
+            bytes_scale=nbytes / first.memory.nbytes,
+            local=self,
+            joining=None if self._joins is None else learners[n].memory,
+            streams=any(fault.kind == "break" for fault in self._faults),
+        )
+        for i, at_s in failure_times(c):
+            job.strike(at_s, "crash", i)
+        for fault in self._faults:
+            job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
+        return job
+
+    # ---- what the simulated trainers call -----------------------------------------------------
+
+    def update(self, process: int, step: int) -> None:
+        """Make the local part of a step."""
+        found = None
+        if self._together is not None:
+            found = self._together.take(process, step, self._job.is_running)
+        self._curve.add_loss(self._learners[process].update(step, self._job.now_s, found))
+        self._steps += 1
+        if self._budget.steps is not None:
+            self._progress(self._steps / self._budget.steps)
+            self._job.halted = self._steps >= self._next_point
+
+    def after_corrections(self, process: int) -> None:
+        """See SuperLearner."""
+        self._learners[process].after_corrections()
+        self._stays(process)
+
+    def before_round(self, process: int) -> None:
+        """See SuperLearner."""
+        self._changes(process)
+        self._learners[process].before_round()
+
+    def after_round(self, process: int) -> None:
+        """See SuperLearner."""
+        self._learners[process].after_round()
+        self._stays(process)
+
+    def before_pause(self, process: int) -> None:
+        """See SuperLearner."""
+        self._changes(process)
+        self._learners[process].before_pause()
+
+    def after_pause(self, process: int) -> None:
+        """See SuperLearner."""
+        self._learners[process].after_pause()
+        self._stays(process)
+
+    def gives(self, process: int) -> None:
+        """Keep what the joining super learner receives from this one."""
+        self._gift = self._learners[process].state()
+
+    def joins(self, process: int) -> None:
+        """The joining super learner has the mean model, and receives the rest."""
+        self._learners[process].join(self._gift)
+        self._stays(process)
+        self._gift = {}
+        size = max(self._cluster.super_learners, self._joins.who + 1) if self._joins else 0
+        for learner in self._learners:
+            learner.rule.adapt(parse(self._cluster.strategy).plan(0, size).rule)
+
+    def _stays(self, process: int) -> None:
+        """The model of a super learner stays as it is until its next update, or until `_changes`."""
+        if self._together is not None:
+            self._together.stays(process)
+
+    def _changes(self, process: int) -> None:
+        if self._together is not None:
+            self._together.changes(process)
+
+    # ---- the run ------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train until the budget is used, or no super learner trains any more."""
+        budget = self._budget
+        self._measure()
+        if budget.steps is None:
+            for i in range(budget.points):
+                self._job.run_for(budget.seconds / budget.points)
+                self._progress((i + 1) / budget.points)
+                self._measure(budget.seconds * (i + 1) / budget.points)
+            return self._outcome("time" if self._training() else "nobody trains")
+        self._next_point = self._due(1)
+        self._job.run_for(budget.seconds)
+        number = 1
+        while self._job.halted:
+            self._measure()
+            if self._steps >= budget.steps:
+                return self._outcome("steps")
+            number += 1
+            self._next_point = self._due(number)
+            self._job.halted = False
+            self._job.run_for(0)
+        self._measure()
+        return self._outcome("time" if self._training() else "nobody trains")
+
+    def _due(self, number: int) -> int:
+        assert self._budget.steps is not None
+        return max(self._steps + 1, self._budget.steps * number // self._budget.points)
+
+    def _training(self) -> list[int]:
+        """The super learners that train now."""
+        return [i for i, each in enumerate(self._learners) if each.here and self._job.is_running(i)]
+
+    def _measure(self, time_s: float | None = None) -> None:
+        training = self._training() or [i for i, each in enumerate(self._learners) if each.here]
+        samples = sum(each.samples for each in self._learners)
+        self._curve.add(
+            self._job.now_s if time_s is None else time_s,
+            self._steps,
+            samples,
+            lambda: map(self._vector, training),
+            [self._learners[i].model for i in training],
+            len(self._training()),
+        )
+
+    def _vector(self, process: int) -> Vector:
+        """A super learner's parameters with the corrections that they lack, as its rule settles them."""
+        learner, layout = self._learners[process], self._curve.layout
+        if learner.averages_gradients:
+            return layout.read(learner.parameters)
+        values = self._job.model(self._job.seat_of(process)).reshape(-1)
+        if type(learner.rule).settle is UpdateRule.settle:
+            return values[: layout.extent]
+        return _settled(learner, values, layout)
+
+    def _outcome(self, ended: str) -> Outcome:
+        job, points = self._job, self._curve.points
+        steps = [learner.steps for learner in self._learners]
+        staleness = np.array(job.staleness())
+        total = max(int(staleness.sum()), 1)
+        sent = [nbytes for nbytes, _, _ in job.traffic()]
+        joined = sum(each.here for each in self._learners[self._cluster.super_learners :])
+        return Outcome(
+            strategy=parse(self._cluster.strategy).spec(),
+            points=points,
+            steps=steps,
+            steps_per_s=sum(steps) / points[-1].time_s if points[-1].time_s else 0.0,
+            exchanges_per_step=float(sum(job.exchanges_of()) / max(sum(steps), 1)),
+            staleness_mean=float(np.arange(staleness.size) @ staleness / total),
+            staleness_99=int(np.searchsorted(np.cumsum(staleness), 0.99 * total)),
+            staleness=staleness.tolist(),
+            sent_bytes=sum(sent) / len(self._learners),
+            failed=sum(job.summary()["dead"]),
+            joined=joined,
+            ended=ended,
+            digest=digest_of(self._curve.model),
+            model=self._curve.model,
+        )
+
+
+@torch.no_grad()
+def _settled(learner: SuperLearner, values: Vector, layout: Any) -> Vector:
+    """Return what the rule's `settle` makes of a model with all its corrections; change nothing."""
+    rule = learner.rule
+    tensors = [*learner.parameters, *(t for group in rule.tensors().values() for t in group)]
+    saved = [tensor.clone() for tensor in tensors]
+    rule.before_corrections()
+    layout.write(learner.parameters, values)
+    rule.after_corrections()
+    rule.settle()
+    settled: Vector = layout.read(learner.parameters)
+    for tensor, value in zip(tensors, saved, strict=True):
+        tensor.copy_(value)
+    return settled

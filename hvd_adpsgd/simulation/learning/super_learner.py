@@ -1,0 +1,209 @@
+"""One super learner that trains: its model, optimizer, batches and update rule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.simulation.chance import Chance
+from hvd_adpsgd.simulation.learning.memory import Layout
+from hvd_adpsgd.simulation.learning.task import Task, require_finite
+from hvd_adpsgd.strategies import Plan
+from hvd_adpsgd.strategies.update_rules import LateGradients
+from hvd_adpsgd.training.update_rules import make_rule
+
+__all__ = ["Gradient", "SuperLearner", "batch_size", "seed_torch", "trained"]
+
+_PRIME = 1_000_003
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The loss of a batch, and its gradient by parameter."""
+
+    loss: float
+    batch: Any
+    values: list[torch.Tensor]
+
+
+class SuperLearner:
+    """A super learner's part of a step, without the exchanges.
+
+    Args:
+        task: what it trains.
+        model: its own module.
+        number: its number.
+        stream: its batches.
+        plan: the strategy's plan for it.
+        rate: exchanges of each chunk per step.
+        seed: the run's seed.
+        chunks: least number of chunks.
+
+    Attributes:
+        number, model, optimizer, schedule, rule: its parts.
+        parameters: the tensors that it trains.
+        layout, memory: the array of chunks that its engine averages, and where its tensors lie in it.
+        averages_gradients: whether it averages gradients in place of models.
+        here: whether it trains: a joining super learner does not from the start.
+        steps, samples: what it has made and used.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: torch.nn.Module,
+        number: int,
+        stream: Iterator[Any],
+        plan: Plan,
+        rate: float,
+        seed: int,
+        chunks: int,
+    ):
+        self.number, self.model, self._task, self._seed = number, model.train(), task, seed
+        named = trained(model)
+        self.parameters = [p for _, p in named]
+        self.optimizer = task.new_optimizer(self.parameters)
+        self.schedule = task.new_schedule(self.optimizer)
+        self._stream = stream
+        self.averages_gradients = isinstance(plan.rule, LateGradients)
+        self.here, self.steps, self.samples = True, 0, 0
+        with torch.no_grad():
+            self.rule = make_rule(plan.rule, named, rate)
+            averaged = [tensor for _, tensor in self.rule.averaged()]
+            self.layout = Layout(averaged, chunks)
+            self.memory = self.layout.empty()
+            self.layout.bind(averaged, self.memory)
+            self.rule.start()
+
+    def next_batch(self) -> Any:
+        """Return the next batch."""
+        return next(self._stream)
+
+    def update(self, step: int, time_s: float, found: Gradient | None = None) -> float:
+        """Make the local part of a step: gradient, optimizer, and what the rule does before corrections.
+
+        Args:
+            step: number of the step.
+            time_s: virtual time, for messages.
+            found: the gradient, if it was computed before.
+
+        Returns:
+            The loss of the batch.
+
+        Raises:
+            NonFiniteModelError: if the loss is not finite.
+        """
+        if found is None:
+            batch = self.next_batch()
+            loss = self._gradient(batch, step)
+        else:
+            batch, loss = found.batch, found.loss
+            for parameter, value in zip(self.parameters, found.values, strict=True):
+                parameter.grad = value
+        require_finite(self._task, loss, step, self.number, time_s)
+        self.steps += 1
+        self.samples += batch_size(batch)
+        with torch.no_grad():
+            self.rule.before_optimizer()
+        if step > 0 or not self.averages_gradients:
+            self._task.run("optimizer(parameters).step()", self.optimizer.step)
+        if self.schedule is not None:
+            self._task.run("schedule(optimizer).step()", self.schedule.step)
+        self.optimizer.zero_grad()  # frees the gradients: only one super learner has some at a time
+        with torch.no_grad():
+            self.rule.pass_time()
+            self.rule.before_corrections()
+        return loss
+
+    def _gradient(self, batch: Any, step: int) -> float:
+        seed_torch(self._seed, self.number, step)
+        loss = self._task.loss_of(self.model, batch)
+        self._task.run("loss(model, batch).backward()", loss.backward)
+        return loss.item()
+
+    @torch.no_grad()
+    def after_corrections(self) -> None:
+        """Corrections have been added to the model, in a step."""
+        self.rule.after_corrections()
+
+    @torch.no_grad()
+    def before_round(self) -> None:
+        """A round for which the step waits begins."""
+        self.rule.before_round()
+
+    @torch.no_grad()
+    def after_round(self) -> None:
+        """The correction of that round has been added to the model."""
+        self.rule.after_round()
+
+    @torch.no_grad()
+    def before_pause(self) -> None:
+        """All corrections are going to be applied, so that a super learner may join."""
+        self.rule.before_corrections()
+
+    @torch.no_grad()
+    def after_pause(self) -> None:
+        """They have been applied."""
+        self.rule.after_corrections()
+        self.rule.settle()
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of what a joining super learner receives besides the model."""
+        return copy.deepcopy(
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": None if self.schedule is None else self.schedule.state_dict(),
+                "buffers": dict(self.model.named_buffers()),
+                # where gradients are averaged, the mean that the memory holds is no model
+                "model": self._own() if self.averages_gradients else [],
+                "rule": {} if self.rule.own else self.rule.tensors(),
+            }
+        )
+
+    def _own(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def join(self, state: dict[str, Any]) -> None:
+        """Begin with the mean model, which the memory holds, and another super learner's `state`."""
+        self.here = True
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        if self.averages_gradients:
+            for parameter, value in zip(self.parameters, state["model"], strict=True):
+                parameter.copy_(value)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self.rule.start()
+        for name, tensors in self.rule.tensors().items():
+            for own, given in zip(tensors, state["rule"].get(name, tensors), strict=True):
+                own.copy_(given)
+
+
+def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return (name, parameter) of all that are trained."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def seed_torch(seed: int, number: int, step: int) -> None:
+    """Seed torch for one step of one super learner."""
+    mixed = Chance((seed * _PRIME + number) * _PRIME + step).draw()
+    torch.default_generator.manual_seed(mixed >> 1)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the length of the first tensor in a batch; 1 if there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (tuple, list)):
+        for item in batch:
+            if isinstance(item, (torch.Tensor, tuple, list, dict)):
+                return batch_size(item)
+    return 1

@@ -1,0 +1,104 @@
+"""Trains a task in virtual time, with a strategy of the library or a baseline."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from hvd_adpsgd.simulation.bounds import in_bound
+from hvd_adpsgd.simulation.learning.baselines import parse_baseline, run_baseline
+from hvd_adpsgd.simulation.learning.faults import KINDS, LOCK_STEP_KINDS, checked
+from hvd_adpsgd.simulation.learning.outcome import Outcome
+from hvd_adpsgd.simulation.learning.run import Budget, EngineRun
+from hvd_adpsgd.simulation.learning.super_learner import seed_torch
+from hvd_adpsgd.simulation.learning.task import Task
+from hvd_adpsgd.simulation.planner import Cluster
+from hvd_adpsgd.simulation.scenario import Fault
+
+__all__ = ["LARGEST_N", "train"]
+
+LARGEST_N = 4096
+_PATIENCE = 100  # times the expected duration, after which a run that waits for steps ends
+
+
+def train(
+    task: Task,
+    cluster: Cluster,
+    *,
+    strategy: str | None = None,
+    steps: int | None = None,
+    faults: Sequence[Fault] = (),
+    points: int = 50,
+    threads: int = 1,
+    vmap: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Train a task in virtual time; equal arguments give equal bits.
+
+    Args:
+        task: what is trained.
+        cluster: the job and its cluster. Its `parameters` give the bytes of the model in messages, and may be
+            more than those of the task's model.
+        strategy: spec of a strategy, or of a baseline: "synchronous", or
+            "diloco:period=50,rate=0.7,momentum=0.9". None: that of the cluster.
+        steps: the run ends when the super learners have made `steps` times their number together. None: it
+            ends after the minutes of the cluster.
+        faults: faults beside the failures of the cluster; see faults.KINDS.
+        points: number of points of the curve after the first one.
+        threads: threads of torch.
+        vmap: compute gradients of several super learners in one call of torch.func.vmap, where the model
+            allows it: faster for small models, and rounded otherwise. Baselines do without.
+        progress: called often, with the share of the run that is over.
+
+    Raises:
+        ConfigError: for a bad task, strategy, fault or number.
+        NonFiniteModelError: if a loss is not finite.
+        UnsupportedOptimizerError: if the optimizer needs a closure.
+        AdpsgdError: if the strategy does not work with so many super learners.
+    """
+    n = cluster.super_learners
+    in_bound("train: super_learners (--super-learners)", n, (1, LARGEST_N))
+    in_bound("train: points (--points)", points, (1, 10**6))
+    in_bound("train: threads (--threads)", threads, (1, 1024))
+    if steps is not None:
+        in_bound("train: steps (--steps)", steps, (1, 10**9))
+    spec = cluster.strategy if strategy is None else strategy
+    baseline = parse_baseline(spec)
+    if baseline is None:
+        cluster = dataclasses.replace(cluster, strategy=spec)
+    kinds = KINDS if baseline is None else LOCK_STEP_KINDS
+    found = checked(faults, n, kinds, spec)
+    seconds = 60 * cluster.minutes
+    if steps is not None:
+        slowest = cluster.slow_factor if cluster.slow else 1.0
+        waits_s = 3600 * (1 + len(found)) + sum(
+            fault.value for fault in found if fault.kind != "slow"
+        )
+        seconds = _PATIENCE * steps * cluster.step_s * slowest + waits_s
+    budget = Budget(None if steps is None else steps * n, seconds, points)
+    with _torch_of_its_own(threads):
+        seed_torch(cluster.seed, 0, 0)
+        model = task.new_model()
+        shown = progress or (lambda share: None)
+        if baseline is not None:
+            return run_baseline(baseline, task, model, cluster, found, budget, shown)
+        return EngineRun(task, model, cluster, found, budget, shown, vmap).run()
+
+
+@contextlib.contextmanager
+def _torch_of_its_own(threads: int) -> Iterator[None]:
+    """Context manager: torch's threads and random numbers are those of the run, and afterwards as before."""
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.set_num_threads(threads)
+        try:
+            with warnings.catch_warnings():
+                # delayed_gradients does not step the optimizer in the first step, but the schedule
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,519 @@
+"""Training in virtual time: what the super learners compute, and when."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation.learning import Task, train
+from hvd_adpsgd.simulation.learning.run import Budget, EngineRun
+from hvd_adpsgd.simulation.learning.super_learner import SuperLearner
+from hvd_adpsgd.simulation.planner import Cluster
+from hvd_adpsgd.simulation.scenario import Fault
+from hvd_adpsgd.tools import simulate
+
+INPUTS, WIDTH = 5, 7
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch)[:, 0] - batch.sum(1)).square().mean()
+
+
+def batches(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
+    random = torch.Generator().manual_seed(1000 * seed + i)
+    while True:
+        yield torch.randn(4, INPUTS, generator=random, dtype=torch.float64)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
+
+
+def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def task(**changes: Any) -> Task:
+    functions = {"model": network, "loss": loss, "batches": batches, "optimizer": sgd}
+    return Task(**{**functions, **changes})  # type: ignore[arg-type]
+
+
+def cluster(n: int, **changes: Any) -> Cluster:
+    fields = {
+        "parameters": 50.0,
+        "step_s": 0.1,
+        "bytes_per_s": 1e9,
+        "latency_s": 1e-5,
+        "super_learners": n,
+        "minutes": 1e6,
+    }
+    return Cluster(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["random_pairs", "synchronous", "delayed_gradients"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_super_learner_is_plain_torch_bit_for_bit(strategy: str, dtype: torch.dtype) -> None:
+    def model() -> nn.Module:
+        return network().to(dtype)
+
+    def of_dtype(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
+        return (batch.to(dtype) for batch in batches(i, n, seed))
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+
+    expected, stream = model(), of_dtype(0, 1, 3)
+    optimizer = sgd(list(expected.parameters()))
+    scheduler = schedule(optimizer)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss(expected, next(stream)).backward()
+        optimizer.step()
+        scheduler.step()
+    outcome = train(
+        task(model=model, batches=of_dtype, schedule=schedule),
+        cluster(1, seed=3),
+        strategy=strategy,
+        steps=20,
+    )
+    assert torch.equal(weights(outcome.model), weights(expected))
+    assert outcome.points[-1].samples == 80
+
+
+def test_synchronous_is_plain_torch_with_the_mean_gradient() -> None:
+    n = 4
+    expected, streams = network(), [batches(i, n, 0) for i in range(n)]
+    optimizer = sgd(list(expected.parameters()))
+    for _ in range(15):
+        optimizer.zero_grad()
+        for stream in streams:
+            (loss(expected, next(stream)) / n).backward()
+        optimizer.step()
+    outcome = train(task(), cluster(n), strategy="synchronous", steps=15)
+    assert torch.equal(weights(outcome.model), weights(expected))
+
+
+Models = list[torch.Tensor]
+Gradient = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def gradients(n: int) -> Gradient:
+    """The gradient of super learner i at some weights, on its next batch."""
+    streams, model = [batches(i, n, 0) for i in range(n)], network()
+
+    def gradient(i: int, at: torch.Tensor) -> torch.Tensor:
+        nn.utils.vector_to_parameters(at, model.parameters())
+        model.zero_grad()
+        loss(model, next(streams[i])).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    return gradient
+
+
+def local_steps(w: Models, gradient: Gradient) -> Models:
+    return [w[i] - 0.05 * gradient(i, w[i]) for i in range(len(w))]
+
+
+def mean(w: Models) -> torch.Tensor:
+    return torch.stack(w).mean(0)
+
+
+def delay_by_one(w: Models, gradient: Gradient, steps: int) -> Models:
+    for step in range(steps):
+        middle = mean(w)
+        w = [(middle if step else w[i]) - 0.05 * gradient(i, w[i]) for i in range(len(w))]
+    return w
+
+
+def delayed_gradients(w: Models, gradient: Gradient, steps: int) -> Models:
+    late = None
+    for _ in range(steps):
+        found = mean([gradient(i, w[i]) for i in range(len(w))])
+        w = w if late is None else [each - 0.05 * late for each in w]
+        late = found
+    return w
+
+
+def block_momentum(w: Models, gradient: Gradient, steps: int) -> Models:
+    """With nesterov, eta 0.6, zeta 0.8, blocks of 3 steps; the steps after the last block are local."""
+    start, delta, center = w[0], torch.zeros_like(w[0]), w[0]
+    for step in range(steps):
+        w = local_steps(w, gradient)
+        if (step + 1) % 3 == 0:
+            delta = 0.6 * delta + 0.8 * (mean(w) - start)
+            center = center + delta
+            start = center + 0.6 * delta
+            w = [start] * len(w)
+    return w
+
+
+@pytest.mark.parametrize(
+    ("strategy", "law"),
+    [
+        ("delay_by_one", delay_by_one),
+        ("delayed_gradients", delayed_gradients),
+        (
+            "periodic_averaging:period=3,block_momentum=0.6,block_rate=0.8,nesterov=1",
+            block_momentum,
+        ),
+        (
+            "diloco:period=3,rate=0.8,momentum=0.6",
+            block_momentum,
+        ),  # the same law, written otherwise
+    ],
+)
+def test_strategies_in_step_follow_their_laws(
+    strategy: str, law: Callable[[Models, Gradient, int], Models]
+) -> None:
+    n, steps = 3, 10
+    outcome = train(task(optimizer=plain_sgd), cluster(n), strategy=strategy, steps=steps)
+    expected = mean(law([weights(network())] * n, gradients(n), steps))
+    # of delay_by_one and others the mean of the models is that of the models with the pending mean
+    torch.testing.assert_close(weights(outcome.model), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "random_pairs",
+        "fixed_ring",
+        "gossip_pga:period=7+random_ring",
+        "synchronous_gossip:order=atc",
+    ],
+)
+def test_the_sum_of_models_moves_by_local_updates_only(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = torch.zeros_like(weights(network()))
+    update = SuperLearner.update
+
+    def recorded(self: SuperLearner, *arguments: Any) -> float:
+        before = torch.cat([p.detach().flatten() for p in self.parameters])
+        value = update(self, *arguments)
+        moved.add_(torch.cat([p.detach().flatten() for p in self.parameters]) - before)
+        return value
+
+    monkeypatch.setattr(SuperLearner, "update", recorded)
+    n, tried = 5, task()
+    run = EngineRun(
+        tried, network(), cluster(n, strategy=strategy, spread=0.5), [],
+        Budget(60 * n, 1e6, 3), lambda share: None,
+    )  # fmt: skip
+    run.run()
+    job = run._job
+    for i in range(n):
+        job.strike(0.0, "leave", i)
+    job.halted = False
+    job.run_for(60)
+    assert job.living == 0
+    assert sum(job.exchanges_of()) > 100 or "pga" in strategy
+    layout = run._curve.layout
+    models = [network() for _ in range(n)]
+    for i, model in enumerate(models):
+        layout.write(list(model.parameters()), job.model(i).reshape(-1))
+    total = sum(weights(model) for model in models)
+    expected = n * weights(network()) + moved
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-10)
+
+
+def test_dropout_differs_by_super_learner_and_is_the_same_again() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.5), network())
+
+    one, again = (train(task(model=model), cluster(2), steps=10) for _ in range(2))
+    assert one.digest == again.digest
+    assert one.points[-1].distance > 0
+
+
+def test_buffers_are_averaged() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(INPUTS, dtype=torch.float64), network())
+
+    outcome = train(task(model=model), cluster(3), steps=10)
+    norm = outcome.model[0]  # type: ignore[index]
+    assert torch.isfinite(norm.running_mean).all()
+    assert 8 <= norm.num_batches_tracked <= 12
+
+
+# ---- determinism ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "random_pairs",
+        "diloco:period=3",
+        *(pytest.param(more, marks=pytest.mark.extended) for more in ("a2cid2", "noloco:period=3")),
+    ],
+)
+def test_a_seed_gives_the_same_bits(strategy: str) -> None:
+    faults = () if strategy.startswith("diloco") else (Fault(0.7, "crash", 2),)
+    one, again, other = (
+        train(task(), cluster(5, seed=seed), strategy=strategy, steps=15, faults=faults)
+        for seed in (1, 1, 2)
+    )
+    assert one.to_json() == again.to_json()
+    assert one.digest != other.digest
+
+
+# ---- time ----------------------------------------------------------------------------------------
+
+
+def test_a_straggler_slows_synchronous_training_and_not_random_pairs() -> None:
+    n, steps = 4, 20
+    slow = cluster(n, slow=1, slow_factor=10.0, spread=0.0)
+    gossip = train(task(), slow, strategy="random_pairs", steps=steps)
+    alone = n * steps / (n - 1 + 0.1) * 0.1  # seconds without any wait
+    assert gossip.points[-1].time_s == pytest.approx(alone, rel=0.05)
+    for strategy in ("synchronous", "diloco:period=5", "periodic_averaging:period=5"):
+        waits = train(task(), slow, strategy=strategy, steps=steps)
+        assert waits.points[-1].time_s == pytest.approx(10 * 0.1 * steps, rel=0.08)
+        assert waits.steps == [steps] * n
+
+
+@pytest.mark.parametrize("strategy", ["delayed_gradients", "delay_by_one"])
+def test_a_mean_during_the_step_takes_no_time_of_its_own(strategy: str) -> None:
+    outcome = train(task(), cluster(4, spread=0.0), strategy=strategy, steps=20)
+    assert outcome.points[-1].time_s == pytest.approx(2.0, rel=0.03)
+
+
+def test_a_slow_link_slows_synchronous_training_by_the_all_reduce() -> None:
+    n = 4
+    thin = cluster(n, bytes_per_s=1e3, latency_s=0.0, spread=0.0)
+    outcome = train(task(), thin, strategy="synchronous", steps=10)
+    assert outcome.points[-1].time_s == pytest.approx(10 * (0.1 + 2 * 3 / 4 * 200 / 1e3))
+    assert outcome.sent_bytes == pytest.approx(10 * 2 * 3 / 4 * 200)
+    assert train(task(), thin, steps=10).points[-1].time_s < 1.3
+
+
+def test_minutes_end_a_run_too() -> None:
+    outcome = train(task(), cluster(3, minutes=0.05), points=4)
+    assert [point.time_s for point in outcome.points] == pytest.approx([0, 0.75, 1.5, 2.25, 3])
+    assert outcome.ended == "time"
+    assert sum(outcome.steps) == pytest.approx(90, abs=6)
+    lock_step = train(task(), cluster(3, minutes=0.05), strategy="synchronous", points=4)
+    assert lock_step.ended == "time"
+    assert sum(lock_step.steps) == pytest.approx(90, abs=6)
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def test_a_failure_stops_one_super_learner_and_restarts_synchronous_training() -> None:
+    crash = [Fault(0.55, "crash", 1)]
+    gossip = train(task(), cluster(4, detect_s=0.2), steps=20, faults=crash)
+    assert gossip.failed == 1
+    assert gossip.steps[1] == 5 and min(gossip.steps[:1] + gossip.steps[2:]) > 20
+    assert gossip.points[-1].training == 3
+    assert gossip.points[-1].time_s < 3.5
+    synchronous = train(task(), cluster(4), strategy="synchronous", steps=20, faults=crash)
+    assert synchronous.failed == 1
+    assert synchronous.points[-1].time_s == pytest.approx(300 + 0.55 + 2, abs=0.3)
+    assert synchronous.digest == train(task(), cluster(4), strategy="synchronous", steps=20).digest
+
+
+def test_failures_by_the_hour() -> None:
+    outcome = train(
+        task(), cluster(8, minutes=0.2, failures_per_hour=200.0, detect_s=0.2), points=6
+    )
+    living = [point.training for point in outcome.points]
+    assert living == sorted(living, reverse=True)
+    assert outcome.failed == 8 - living[-1] > 0
+
+
+@pytest.mark.parametrize("who", [1, 4])
+@pytest.mark.parametrize(
+    "strategy",
+    ["random_pairs", "periodic_averaging:period=3,block_momentum=0.5"],
+)
+def test_a_super_learner_joins(strategy: str, who: int) -> None:
+    faults = [Fault(0.3, "crash", 1)] if who == 1 else []
+    outcome = train(
+        task(),
+        cluster(4, detect_s=0.1),
+        strategy=strategy,
+        steps=40,
+        faults=[*faults, Fault(1.0, "join", who)],
+    )
+    assert outcome.joined == 1
+    assert outcome.failed == len(faults)
+    assert outcome.points[-1].training == 5 - len(faults)
+    assert 10 < outcome.steps[-1] < 45
+    assert outcome.points[-1].loss < outcome.points[0].loss
+
+
+def test_where_gradients_are_averaged_a_joining_super_learner_has_the_same_model() -> None:
+    run = EngineRun(
+        task(), network(), cluster(3, strategy="delayed_gradients"), [Fault(1.0, "join", 3)],
+        Budget(90, 1e6, 1), lambda share: None,
+    )  # fmt: skip
+    assert run.run().joined == 1
+    assert run._learners[3].steps > 5
+    models = {weights(learner.model).numpy().tobytes() for learner in run._learners}
+    assert len(models) <= 2  # of this step, and of the one before
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "message"),
+    [
+        (Fault(1.0, "unfit", 0), "random_pairs", "has no such fault"),
+        (Fault(1.0, "cut", 0, (1,), 1.0), "synchronous", "allowed are crash, stop, slow"),
+        (Fault(-1.0, "crash", 0), "random_pairs", "its time in seconds is -1"),
+        (Fault(1.0, "crash", 2), "random_pairs", "its super learner is 2"),
+        (Fault(1.0, "sever", 0, (), 1.0), "random_pairs", "number of its peers is 0"),
+        (Fault(1.0, "slow", 0), "random_pairs", "its value is 0"),
+    ],
+)
+def test_a_bad_fault(fault: Fault, strategy: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(task(), cluster(2), strategy=strategy, steps=1, faults=[fault])
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "virtual_time.py")
+
+
+def command(tmp_path: Path, *arguments: str) -> list[str]:
+    return [
+        "--train",
+        EXAMPLE,
+        "--super-learners",
+        "3",
+        "--steps",
+        "4",
+        "--points",
+        "2",
+        *arguments,
+    ]
+
+
+def test_the_command_writes_the_same_json_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    for name in ("a.json", "b.json"):
+        more = (
+            "--compare",
+            "synchronous",
+            "--fault",
+            "slow,0,0s,3",
+            "--json",
+            str(tmp_path / name),
+        )
+        figure = ("--figure", str(tmp_path / "a.png")) if name == "a.json" else ()
+        assert simulate.main(command(tmp_path, *more, *figure)) == 0
+        written.append((tmp_path / name).read_text())
+    assert written[0] == written[1]
+    runs = json.loads(written[0])["runs"]
+    assert [run["strategy"] for run in runs] == ["random_pairs:seed=0", "synchronous"]
+    assert "accuracy" in runs[0]["points"][-1]["evaluation"]
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert "mean model  loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train", EXAMPLE], "Add --super-learners N"),
+        (
+            ["--train", EXAMPLE, "--super-learners", "2", "--steps", "1", "--minutes", "1"],
+            "both --steps 1",
+        ),
+        (["--super-learners", "2", "--steps", "1"], "--steps does not belong"),
+        (["--seed", "1", "--super-learners", "2"], "--super-learners does not belong to --seed"),
+        (["--train", EXAMPLE, "--super-learners", "2", "--fault", "crash,1"], "bad --fault"),
+        (["--train", EXAMPLE, "--super-learners", "2", "--compare", "dilocos"], "unknown strategy"),
+        (["--train", "none.py", "--super-learners", "2"], "needed is a Python file"),
+    ],
+)
+def test_a_bad_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_other_modes_import_no_torch() -> None:
+    script = (
+        "import sys; from hvd_adpsgd.tools import simulate; simulate.main(['--seed', '1']); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# ---- vmap ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "faults"),
+    [
+        ("random_pairs", ()),
+        ("random_pairs", (Fault(0.3, "crash", 1), Fault(0.6, "join", 1))),
+        ("synchronous_gossip:order=atc", ()),
+        ("gossip_pga:period=3+fixed_ring", ()),
+        ("delayed_gradients", ()),
+    ],
+)
+def test_vmap_computes_the_same_gradients(strategy: str, faults: tuple[Fault, ...]) -> None:
+    one, together = (
+        train(
+            task(), cluster(4, detect_s=0.1), strategy=strategy, steps=20, faults=faults, vmap=vmap
+        )
+        for vmap in (False, True)
+    )
+    assert together.points[-1].time_s == one.points[-1].time_s
+    torch.testing.assert_close(weights(together.model), weights(one.model), rtol=0, atol=1e-10)
+
+
+def test_vmap_reaches_parameters_that_the_loss_itself_uses() -> None:
+    def decayed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+    one, together = (train(task(loss=decayed), cluster(3), steps=10, vmap=v) for v in (False, True))
+    torch.testing.assert_close(weights(together.model), weights(one.model), rtol=0, atol=1e-10)
+
+
+def test_a_model_that_vmap_cannot_compute_is_refused() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(INPUTS, dtype=torch.float64), network())
+
+    with pytest.raises(ConfigError, match="Leave --vmap out"):
+        train(task(model=model), cluster(3), steps=3, vmap=True)
+
+
+@pytest.mark.extended
+def test_many_super_learners() -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(INPUTS, 300), nn.Linear(300, 300), nn.Linear(300, 1)
+        ).double()
+
+    began = time.process_time()
+    tried = task(model=wide, optimizer=lambda p: torch.optim.SGD(p, lr=0.001))
+    outcome = train(tried, cluster(256, slow=1, slow_factor=5.0), steps=20, points=4)
+    assert time.process_time() - began < 90  # 200 steps: within 15 minutes
+    assert outcome.points[-1].time_s == pytest.approx(2.0, rel=0.05)
+    assert outcome.points[-1].loss < outcome.points[0].loss
