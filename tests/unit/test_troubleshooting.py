@@ -30,8 +30,8 @@ QUOTED = 6  # words that find a message
 # An imperative that says what to do. "See" and "Look" are not here: they send the reader elsewhere.
 CURES = frozenset(
     """
-    add ask average build call change choose convert correct drop enlarge free give import
-    increase install launch leave let load log make move name pass plan put raise reduce rename
+    add ask average build call change choose convert correct define drop enlarge free give import
+    increase install launch leave let load log lower make move name pass plan put raise reduce rename
     restart run save set start take tie train unset use wrap write
     """.split()
 )

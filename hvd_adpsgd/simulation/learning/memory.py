@@ -45,7 +45,7 @@ class Layout:
 
     def empty(self) -> npt.NDArray[Any]:
         """Return an array of zeros, shape (chunks, elements); its memory is aligned."""
-        flat = torch.zeros(self.chunks * self.elements, dtype=self.dtype)
+        flat = torch.zeros(self.chunks * self.elements, dtype=self.dtype, device="cpu")
         return flat.numpy().reshape(self.chunks, self.elements)
 
     def bind(self, tensors: Sequence[torch.Tensor], array: npt.NDArray[Any]) -> None:

@@ -79,7 +79,7 @@ class Task:
         file = Path(path)
         if not file.is_file() or file.suffix != ".py":
             raise ConfigError(
-                f"--train {path}: needed is a Python file, NAME.py, that exists. {_PAGE}"
+                f"--train {path}: needed is a Python file, NAME.py, that exists. Name one. {_PAGE}"
             )
         spec = importlib.util.spec_from_file_location(f"_trained_{file.stem}", file)
         assert spec is not None and spec.loader is not None

@@ -89,8 +89,8 @@ class Together:
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ConfigError(
                 f"{self._task.name}: torch.func.vmap (--vmap) cannot compute loss(model, batch) of several "
-                f"super learners: {why:.200} Leave --vmap out; the gradients are then computed one after the "
-                "other."
+                f"super learners: {why:.200}. Leave --vmap out; the gradients are then computed one after "
+                "the other."
             ) from error
         for row, (i, batch) in enumerate(zip(group, batches, strict=True)):
             own = [gradients[name][row] for name in self._names]

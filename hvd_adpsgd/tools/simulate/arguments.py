@@ -52,7 +52,7 @@ def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse
     args = parser.parse_args(arguments)
     mode = next((mode for mode in MODES if getattr(args, mode) is not None), None)
     if mode is None:
-        parser.error(f"one of the arguments {' '.join(map(_option, MODES))} is required")
+        parser.error(f"one of the arguments {' '.join(map(_option, MODES))} is required. Add one.")
     for name, modes in OF.items():
         if getattr(args, name) is not None and mode not in modes:
             raise ConfigError(

@@ -30,6 +30,7 @@ from hvd_adpsgd.strategies import parse  # noqa: E402
 
 LANES, LEASED = 8, 48
 DEADLINE_S = 60.0
+ATTEMPT_S = 5.0
 MORE = 20  # exchanges after the loss
 SELDOM = 1e-6  # exchanges per step: none in a run
 
@@ -84,11 +85,22 @@ class Learner:
         other peer, and one that waits for that peer would never ask the victim.
         """
         self.engine.memory.absorb(self.addresses, 0)
-        for chunk in range(LEASED, LEASED + LANES):
-            self.engine.memory.store.lease(chunk)
+        store, chunks = self.engine.memory.store, range(LEASED, LEASED + LANES)
+        over = time.monotonic() + DEADLINE_S
+        while time.monotonic() < over:
+            for chunk in chunks:
+                store.lease(chunk)
+            self._end_in_an_exchange()
+            # those that others have asked for, which wait for the leases, too, keep it from its own: end them
+            for chunk in chunks:
+                store.end_lease(chunk)
+            self.engine.pause(ATTEMPT_S)
+            self.engine.resume()
+
+    def _end_in_an_exchange(self) -> None:
         loop = self.engine.loop
         assert loop is not None
-        over = time.monotonic() + DEADLINE_S
+        over = time.monotonic() + ATTEMPT_S
         while time.monotonic() < over:
             self.engine.offer(0)  # credit to ask once more
             ends = time.monotonic() + 0.05
