@@ -37,7 +37,7 @@ def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:
         before, after = facts["before"], facts["after"]
         assert len(after["threads"]) <= len(before["threads"]), facts
         assert after["descriptors"] <= before["descriptors"], facts
-        # Communicators are freed when all learners meet in shutdown(): 1 to 1.5 MiB of each wrap stays.
+        # Communicators are freed when all learners meet in shutdown(): 1 to 1.5 MiB of each wrap kept.
         # A mirror or a slot that stayed would be a model each.
         assert after["mib"] - before["mib"] < WRAPS * MODEL_MIB / 2, facts
 
@@ -133,10 +133,10 @@ def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(ho
                 mean = hvd.allgather(model.weight.detach()[None])
                 assert (mean == mean[0]).all(), "the mean differs between learners"
 
-        everybody = torch.nn.Linear(20, 10)
-        stays = train(everybody)  # an averaging that all hold, beside it
+        kept_model = torch.nn.Linear(20, 10)
+        kept = train(kept_model)  # an averaging that all hold, beside it
         acts = {"average_model": lambda: hvd.average_model(model), "averaging_paused": pause,
-                "averaged": evaluate, "join": hvd.join, "admit": lambda: hvd.admit(everybody, stays)}
+                "averaged": evaluate, "join": hvd.join, "admit": lambda: hvd.admit(kept_model, kept)}
         for name, act in acts.items():
             optimizer = train(model)
             if rank == holder:
@@ -144,8 +144,8 @@ def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(ho
             del optimizer
             act()
             hvd.average_model(model)
-            hvd.average_model(everybody)
-            told.append(max(hvd.consensus_distance(m) for m in (model, everybody)))
+            hvd.average_model(kept_model)
+            told.append(max(hvd.consensus_distance(m) for m in (model, kept_model)))
         try:
             if rank == holder:
                 held[-1].step()

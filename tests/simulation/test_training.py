@@ -16,7 +16,7 @@ from torch import nn
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.learning import Task, train
-from hvd_adpsgd.simulation.learning.run import Budget, EngineRun
+from hvd_adpsgd.simulation.learning.run import Budget, EngineRun, Training
 from hvd_adpsgd.simulation.learning.super_learner import SuperLearner
 from hvd_adpsgd.simulation.planner import Cluster
 from hvd_adpsgd.simulation.scenario import Fault
@@ -217,10 +217,10 @@ def test_the_sum_of_models_moves_by_local_updates_only(
 
     monkeypatch.setattr(SuperLearner, "update", recorded)
     n, tried = 5, task()
-    run = EngineRun(
+    run = EngineRun(Training(
         tried, network(), cluster(n, strategy=strategy, spread=0.5), [],
         Budget(60 * n, 1e6, 3), lambda share: None,
-    )  # fmt: skip
+    ))  # fmt: skip
     run.run()
     job = run._job
     for i in range(n):
@@ -365,10 +365,10 @@ def test_a_super_learner_joins(strategy: str, who: int) -> None:
 
 
 def test_where_gradients_are_averaged_a_joining_super_learner_has_the_same_model() -> None:
-    run = EngineRun(
+    run = EngineRun(Training(
         task(), network(), cluster(3, strategy="delayed_gradients"), [Fault(1.0, "join", 3)],
         Budget(90, 1e6, 1), lambda share: None,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert run.run().joined == 1
     assert run._learners[3].steps > 5
     models = {weights(learner.model).numpy().tobytes() for learner in run._learners}

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,11 +17,9 @@ from hvd_adpsgd.simulation.bounds import Bound, in_bound
 from hvd_adpsgd.simulation.learning.curve import Curve, Vector
 from hvd_adpsgd.simulation.learning.lock_step import LockStepClock
 from hvd_adpsgd.simulation.learning.outcome import Outcome, digest_of
-from hvd_adpsgd.simulation.learning.run import Budget
+from hvd_adpsgd.simulation.learning.run import Training
 from hvd_adpsgd.simulation.learning.super_learner import SuperLearner, batch_size, seed_torch
-from hvd_adpsgd.simulation.learning.task import Task, require_finite
-from hvd_adpsgd.simulation.planner import Cluster
-from hvd_adpsgd.simulation.scenario import Fault
+from hvd_adpsgd.simulation.learning.task import require_finite
 from hvd_adpsgd.strategies import Plan
 
 __all__ = ["BASELINES", "Baseline", "DiLoCo", "Synchronous", "parse_baseline", "run_baseline"]
@@ -94,39 +92,23 @@ def parse_baseline(spec: str) -> Baseline | None:
     return kind(**arguments)
 
 
-def run_baseline(
-    baseline: Baseline,
-    task: Task,
-    model: torch.nn.Module,
-    cluster: Cluster,
-    faults: Sequence[Fault],
-    budget: Budget,
-    progress: Callable[[float], None],
-) -> Outcome:
-    """Train with a baseline; the arguments are those of EngineRun."""
+def run_baseline(baseline: Baseline, training: Training) -> Outcome:
+    """Train with a baseline."""
     kind = _SynchronousRun if isinstance(baseline, Synchronous) else _DiLoCoRun
-    return kind(baseline, task, model, cluster, faults, budget, progress).run()
+    return kind(baseline, training).run()
 
 
 class _LockStepRun(ABC):
     """A run in which all make the same number of steps."""
 
-    def __init__(
-        self,
-        baseline: Baseline,
-        task: Task,
-        model: torch.nn.Module,
-        cluster: Cluster,
-        faults: Sequence[Fault],
-        budget: Budget,
-        progress: Callable[[float], None],
-    ):
-        self.baseline, self.task, self.seed = baseline, task, cluster.seed
+    def __init__(self, baseline: Baseline, training: Training):
+        cluster, budget = training.cluster, training.budget
+        self.baseline, self.task, self.seed = baseline, training.task, cluster.seed
         self.n = cluster.super_learners
-        self.curve = Curve(task, model, self.n, cluster.seed)
-        self._budget, self._progress, self._cluster = budget, progress, cluster
+        self.curve = Curve(self.task, training.model, self.n, cluster.seed)
+        self._budget, self._progress, self._cluster = budget, training.progress, cluster
         steps = budget.seconds / cluster.step_s if budget.steps is None else budget.steps / self.n
-        self.clock = LockStepClock(cluster, faults, steps * cluster.step_s)
+        self.clock = LockStepClock(cluster, training.faults, steps * cluster.step_s)
         self.samples = 0
 
     @abstractmethod
@@ -199,8 +181,8 @@ class _LockStepRun(ABC):
 class _SynchronousRun(_LockStepRun):
     """One model, and the batches of all super learners."""
 
-    def __init__(self, *arguments: object):
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, baseline: Baseline, training: Training):
+        super().__init__(baseline, training)
         self._model = copy.deepcopy(self.curve.model).train()
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = self.task.new_optimizer(self._parameters)
@@ -237,8 +219,8 @@ class _SynchronousRun(_LockStepRun):
 class _DiLoCoRun(_LockStepRun):
     """n models, and the outer optimizer."""
 
-    def __init__(self, *arguments: object):
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, baseline: Baseline, training: Training):
+        super().__init__(baseline, training)
         assert isinstance(self.baseline, DiLoCo)
         self._learners = [
             SuperLearner(

@@ -20,7 +20,7 @@ from hvd_adpsgd.simulation.scenario import Fault
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.training.update_rules import UpdateRule
 
-__all__ = ["Budget", "EngineRun"]
+__all__ = ["Budget", "EngineRun", "Training"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,31 +38,40 @@ class Budget:
     points: int
 
 
-class EngineRun:
-    """A run of a strategy of the library: n engines, and the hooks that their simulated trainers call.
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a run trains, on which cluster, and for how long.
 
-    Args:
+    Attributes:
         task: what is trained.
         model: model(), of which each super learner has a copy.
         cluster: the job.
         faults: checked faults, beside those of the cluster.
         budget: how long it is.
         progress: called with the share of the budget that is used.
+    """
+
+    task: Task
+    model: torch.nn.Module
+    cluster: Cluster
+    faults: Sequence[Fault]
+    budget: Budget
+    progress: Callable[[float], None]
+
+
+class EngineRun:
+    """A run of a strategy of the library: n engines, and the hooks that their simulated trainers call.
+
+    Args:
+        training: what is trained, and where.
         together: whether gradients of several super learners are computed in one call.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        model: torch.nn.Module,
-        cluster: Cluster,
-        faults: Sequence[Fault],
-        budget: Budget,
-        progress: Callable[[float], None],
-        together: bool = False,
-    ):
-        self._task, self._cluster, self._faults, self._budget = task, cluster, faults, budget
-        self._progress = progress
+    def __init__(self, training: Training, together: bool = False):
+        task, model, cluster = training.task, training.model, training.cluster
+        faults = training.faults
+        self._task, self._cluster, self._faults = task, cluster, faults
+        self._budget, self._progress = training.budget, training.progress
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]

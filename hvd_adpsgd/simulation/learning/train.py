@@ -13,7 +13,7 @@ from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.learning.baselines import parse_baseline, run_baseline
 from hvd_adpsgd.simulation.learning.faults import KINDS, LOCK_STEP_KINDS, checked
 from hvd_adpsgd.simulation.learning.outcome import Outcome
-from hvd_adpsgd.simulation.learning.run import Budget, EngineRun
+from hvd_adpsgd.simulation.learning.run import Budget, EngineRun, Training
 from hvd_adpsgd.simulation.learning.super_learner import seed_torch
 from hvd_adpsgd.simulation.learning.task import Task
 from hvd_adpsgd.simulation.planner import Cluster
@@ -84,9 +84,10 @@ def train(
         seed_torch(cluster.seed, 0, 0)
         model = task.new_model()
         shown = progress or (lambda share: None)
+        training = Training(task, model, cluster, found, budget, shown)
         if baseline is not None:
-            return run_baseline(baseline, task, model, cluster, found, budget, shown)
-        return EngineRun(task, model, cluster, found, budget, shown, vmap).run()
+            return run_baseline(baseline, training)
+        return EngineRun(training, vmap).run()
 
 
 @contextlib.contextmanager
