@@ -203,6 +203,15 @@ class Config:
         choices=("float16", "bfloat16"),
         optional=True,
     )
+    moments: str | None = _option(
+        None,
+        str,
+        "",
+        "moments of Adam and its kin: shared by super learners, in twice the bytes, or own; None: shared "
+        "where possible",
+        choices=("shared", "own"),
+        optional=True,
+    )
     all_reduce: str = _option(
         "mpi",
         str,

@@ -89,6 +89,22 @@ class ModelMemory:
     def readable(self) -> bool:
         return self.shards[0].readable
 
+    @property
+    def training(self) -> int:
+        """The number of super learners that train, equal on all learners after an all-reduce; 0: not told."""
+        return self.shards[0].training
+
+    @training.setter
+    def training(self, number: int) -> None:
+        for shard in self.shards:
+            if shard.leads:
+                shard.training = number
+
+    def take_arrivals(self) -> float:
+        """Return how many exchanges each corrected chunk has had since the last call; the mean of shards."""
+        found = [n for n in (shard.take_arrivals() for shard in self.shards) if n]
+        return sum(found) / len(found) if found else 0.0
+
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average `tensors` too: add a part of these tensors to each shard."""
         for shard in self.shards:

@@ -25,6 +25,9 @@ _CACHES_NBYTES = 8 * 2**20
 THREAD_NBYTES = 4 * 2**20
 _MOST_THREADS = 8  # most threads of one `absorb`, as RUNS of store.pyx
 _ROWS = 4  # rows of `_notes`, one per publish() call: no learner is over one all-reduce behind the leader
+# What the leader notes of a call of publish(): 1 if it was not deferred; the number of super learners that
+# train; Store.arrivals.
+_NOTE = np.dtype([("goes", np.int32), ("training", np.int32), ("arrivals", np.float64)])
 NO_SLOT = -1
 
 
@@ -110,6 +113,8 @@ class ShardMemory:
             since.
         step: the trainer's step of the parameters in the mirror, -1 before the first copy.
         filled: number of parts of the layout whose mirror has been filled.
+        training: number of super learners that train, as of the last publication; the leader sets it for the
+            next one. 0: not told.
     """
 
     def __init__(
@@ -143,8 +148,11 @@ class ShardMemory:
         self._met = False
         self._calls = 0  # calls of publish, equal on all learners
         self._publications = 0  # calls of publish that were not deferred
-        # by call of publish: 1 if not deferred, 0 if deferred; shared by the super learner after `extend`
-        self._notes = np.zeros(_ROWS, np.uint8)
+        # by call of publish; shared by the super learner after `extend`
+        self._notes = np.zeros(_ROWS, _NOTE)
+        self._arriving = 0.0  # exchanges in the slot that this learner has not applied
+        self._applied = 0.0  # and in those that it has applied since the last take_arrivals
+        self.training = 0
 
     @property
     def leads(self) -> bool:
@@ -172,7 +180,7 @@ class ShardMemory:
                 else shared.front[lives:][: part.nbytes]
             )
         if not self.areas:
-            self._notes = shared.notes
+            self._notes = shared.notes.view(_NOTE)
         self.areas.append(Area(shared, mirror, places))
         for i, chunk in enumerate(part.chunks):
             self.store.add_chunk(
@@ -231,7 +239,8 @@ class ShardMemory:
             if goes:
                 self.store.publish()
             self.put_off = not goes and self._gathered()
-            self._notes[self._calls % _ROWS] = goes
+            arrivals = self.store.arrivals if goes else 0.0
+            self._notes[self._calls % _ROWS] = goes, self.training, arrivals
         self.published = True
         if self._alone:
             self.all_met()
@@ -256,8 +265,11 @@ class ShardMemory:
                 self.published = False
                 return
             self._met = True
-            if self._notes[self._calls % _ROWS]:
+            note = self._notes[self._calls % _ROWS]
+            self.training = int(note["training"])
+            if note["goes"]:
                 self._slot = self._publications % self._nslots
+                self._arriving = float(note["arrivals"])
                 self._publications += 1
             self._calls += 1
 
@@ -277,9 +289,16 @@ class ShardMemory:
     def take(self) -> int:
         """Return the number of the slot (buffer of corrections) to apply now, or NO_SLOT; mark it applied."""
         slot, self._slot = self._slot, NO_SLOT
+        self._applied += self._arriving
+        self._arriving = 0.0
         if self._met:
             self._met = self.published = False
         return slot
+
+    def take_arrivals(self) -> float:
+        """Return how many exchanges each corrected chunk has had since the last call (see Store.arrivals)."""
+        applied, self._applied = self._applied, 0.0
+        return applied
 
     def absorb(
         self, addresses: NDArray[np.uintp], step: int, threads: int = 1

@@ -98,9 +98,14 @@ class Membership:
         return sum(state not in gone for state in self.states)
 
     @property
+    def training(self) -> int:
+        """The number of super learners that train: all that have neither left nor failed."""
+        return self._staying(failed=False)
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other super learner trains: all others have left or failed."""
-        return self._staying(failed=False) <= 1
+        return self.training <= 1
 
     def are_minority(self, ranks: Collection[int]) -> bool:
         """Whether at most half of the super learners that have not left have all learners in `ranks`."""

@@ -94,6 +94,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     exchange_share: float | None = None,
     max_staleness: int | None = None,
     wire_dtype: str | None = None,
+    moments: str | None = None,
     buffers: torch.nn.Module | NamedTensors | None = None,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer`: gradients are averaged in the super learner, models between super learners.
@@ -123,6 +124,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         max_staleness: steps; step() waits (at most deadline_s) rather than apply a correction from
             an older snapshot. Default: never waits.
         wire_dtype: "float16" or "bfloat16": models travel in 16 bits; the mean is kept exactly.
+        moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
+            in synchronous training; messages are twice as long. "own": each has its own. Default: shared
+            where that is possible.
         buffers: also average the floating-point buffers of this module (BatchNorm statistics), or
             these (name, tensor) pairs.
 
@@ -150,6 +154,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "exchange_share": exchange_share,
         "max_staleness": max_staleness,
         "wire_dtype": wire_dtype,
+        "moments": moments,
     }
     inner = {  # arguments that are passed to Horovod
         "compression": compression,
@@ -276,14 +281,19 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    if closure is None:
+    """Return the closure of the optimizer's step; it runs after the script's step hooks."""
+    averaging = self._averaging
+    if closure is None and not averaging.rule.in_update:
         return None
 
     def evaluate() -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        average_for_step(self)
-        self._averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            average_for_step(self)
+            averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
+        averaging.before_update()
         return loss
 
     return evaluate
@@ -309,7 +319,8 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         parameter: f"allreduce.added.{len(self.param_groups) - 1}.{j}"
         for j, parameter in enumerate(group["params"])
     }
-    self._averaging.tensors.add(trained_tensors(names, [group]))
+    added = self._averaging.rule.extend(trained_tensors(names, [group]))
+    self._averaging.tensors.add(added)
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step

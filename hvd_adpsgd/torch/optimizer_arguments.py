@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,12 +19,15 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set
+from hvd_adpsgd.training.adaptive import Adaptive, adaptive
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.supported import require_models, require_supported
 
 __all__ = ["NamedTensors", "inner_process_set", "listed", "make_spec", "trained_tensors"]
 
+
+log = logging.getLogger("hvd_adpsgd")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -68,7 +72,37 @@ def make_spec(
         "op": _OPS.get(inner["op"], inner["op"]),
     }
     arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
-    return AveragingSpec(strategy, config, trained, _floating(buffers), arguments)
+    moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
+    return AveragingSpec(strategy, config, trained, _floating(buffers), arguments, moments)
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, world: World
+) -> Adaptive | None:
+    """Return the moments that super learners share; None if each has its own.
+
+    Raises:
+        ConfigError: if they are to be shared, and cannot be.
+    """
+    if config.moments == "own":
+        return None
+    found = adaptive(optimizer)
+    if not strategy.is_gossip:
+        found = f"averaging={strategy.spec()} is not of pairs alone"
+    if isinstance(found, Adaptive):
+        return found
+    if config.moments == "shared":
+        raise ConfigError(
+            f"moments=shared: {found}, so moments cannot be shared. Leave moments out, or use one of "
+            "torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
+        )
+    if strategy.is_gossip and world.rank == 0 and any("betas" in g for g in optimizer.param_groups):
+        log.warning(
+            "moments are not shared by super learners: %s. Steps are smaller than in synchronous training "
+            "where gradients are noisy. Use torch's Adam or AdamW; moments=own silences this line.",
+            found,
+        )
+    return None
 
 
 def _as_text(value: Any, names: dict[torch.Tensor, str]) -> str:

@@ -143,6 +143,7 @@ def _end(averaging: Averaging, told: list[_Made]) -> None:
         return
     averaging.step = told[root].step
     _copy_model(averaging, root)
+    averaging.rule.reload()
     for i, memory in enumerate(averaging.engine.memory.shards):
         memory.go_to([its.places[i] for its in told])
     averaging.engine.publish(averaging.step)

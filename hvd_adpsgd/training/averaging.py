@@ -19,6 +19,7 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.training.adaptive import Adaptive, SharedMoments
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.parameters import AveragingSpec
@@ -66,6 +67,8 @@ class Averaging:
         # number of exchanges of each chunk per step
         rate = spec.config.exchanges_per_step * spec.config.exchange_share
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
+        if spec.moments is not None:
+            self.rule = self._sharing(spec.moments)
         self.step = 0
         self.restart = True
         self.stopped = ""
@@ -83,6 +86,27 @@ class Averaging:
         self.engines = Engines(
             self.super_learner, spec, self.tensors, self.record, self.order.require_step
         )
+
+    def _sharing(self, kind: Adaptive) -> SharedMoments:
+        """Make the rule by which the optimizer's moments are those of all super learners."""
+
+        def optimizer() -> torch.optim.Optimizer:
+            found = self.optimizer()
+            assert found is not None, (
+                "the rule is called in steps of the optimizer, and where it is loaded"
+            )
+            return found
+
+        def training() -> int:
+            return self.engine.memory.training or self.world.super_size
+
+        def arrivals() -> float:
+            return self.engine.memory.take_arrivals()
+
+        def weight() -> float:
+            return self.plan.weight
+
+        return SharedMoments(self.spec.trained, optimizer, kind, weight, training, arrivals)
 
     @property
     def engine(self) -> Engine:
@@ -217,6 +241,11 @@ class Averaging:
         self.take_in()
         self.rule.before_optimizer()
         return self.step > 0
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Prepare the optimizer's state for the update that it makes next, in its step."""
+        self.rule.before_update()
 
     @torch.no_grad()
     def finish_step(self) -> None:

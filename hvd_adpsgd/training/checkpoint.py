@@ -50,6 +50,7 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
             "the old model will be added to the loaded one. Load model and optimizer inside.",
             averaging.step,
         )
+    averaging.rule.reload()
     averaging.restart = True
     if state is None:
         return
@@ -75,6 +76,12 @@ def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
         if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key
             return f"the checkpoint is of averaging={state['strategy']}, this is {spec}"
         _, _ = state.get("of", (0, 1))
+        mine, its = averaging.rule.tensors(), state["rule"]
+        if set(its) != set(mine):
+            return (
+                f"the checkpoint was saved with other moments= or another optimizer: it has "
+                f"{', '.join(its) or 'none'} of {', '.join(mine) or 'none'}"
+            )
         if operator.index(state["step"]) < 0 or not _fits(averaging, state["rule"]):
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -121,7 +121,9 @@ class Engines:
 
     def tell_membership(self) -> None:
         """Report to `membership` which peers have failed, left or answered again since the last call."""
-        self._world.membership.update(self.peer_news(), self._super_learner.step())
+        membership = self._world.membership
+        membership.update(self.peer_news(), self._super_learner.step())
+        self.current.memory.training = membership.training
 
     def peer_news(self) -> list[tuple[int, PeerState]]:
         """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead."""

@@ -80,12 +80,14 @@ class JoinState:
         for averaging in live():
             # else load_state warns of pending corrections from exchanges; a new engine has none
             averaging.step = 0
+            averaging.rule.received = True
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             load_in_place(optimizer, saved)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
                 checkpoint.load_state(averaging, state)
             averaging.step = step
+            averaging.rule.received = False
 
 
 def _without_averaging(state: dict[str, Any]) -> dict[str, Any]:

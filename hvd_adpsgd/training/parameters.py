@@ -16,6 +16,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.training.adaptive import Adaptive
 from hvd_adpsgd.training.devices import is_staged
 
 __all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
@@ -30,6 +31,7 @@ class AveragingSpec:
         config: the options, with those given for this optimizer.
         trained: (name, tensor) pairs of the parameters that the optimizer trains.
         buffers: (name, tensor) pairs of tensors that are averaged but not trained.
+        moments: the moments of the optimizer that super learners share; None: none.
         arguments: "name=value" of each argument of DistributedOptimizer that is no tensor.
     """
 
@@ -38,6 +40,7 @@ class AveragingSpec:
     trained: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
     arguments: list[str]
+    moments: Adaptive | None = None
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:

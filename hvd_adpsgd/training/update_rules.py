@@ -26,9 +26,14 @@ class UpdateRule:
 
     Attributes:
         own: whether the rule's state differs between super learners and fits only one of them.
+        in_update: whether the rule has a `before_update`.
+        received: whether averaged tensors hold the mean of other super learners, which stays when the state
+            of one of these is loaded.
     """
 
     own = False
+    in_update = False
+    received = False
 
     def __init__(self, model: Named):
         self.model = [tensor for _, tensor in model]
@@ -41,8 +46,20 @@ class UpdateRule:
     def start(self) -> None:
         """Reset the rule's state to the model: before the first step, and after parameters are loaded."""
 
+    def extend(self, named: Named) -> list[tuple[str, torch.Tensor]]:
+        """Add parameters that the optimizer trains from now on; return (name, tensor) to average for them."""
+        self.model += [tensor for _, tensor in named]
+        self.names += [name for name, _ in named]
+        return list(named)
+
+    def reload(self) -> None:
+        """Hook after a state of the optimizer was loaded."""
+
     def before_optimizer(self) -> None:
         """Hook before the optimizer steps, after the gradients are averaged in the super learner."""
+
+    def before_update(self) -> None:
+        """Hook in the optimizer's step, after the script's step hooks: gradients are what it updates with."""
 
     def pass_time(self) -> None:
         """Hook after the optimizer has stepped: advance the rule by one unit of time."""

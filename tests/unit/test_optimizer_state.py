@@ -64,7 +64,9 @@ def averaging(step: int, value: float) -> Any:
         step=step,
         pauses=0,
         restart=False,
-        rule=types.SimpleNamespace(own=False, tensors=lambda: {"momentum": [held]}),
+        rule=types.SimpleNamespace(
+            own=False, received=False, reload=lambda: None, tensors=lambda: {"momentum": [held]}
+        ),
         plan=types.SimpleNamespace(in_step=Rounds(), width=0),
         spec=types.SimpleNamespace(strategy=strategy),
         world=types.SimpleNamespace(super_rank=0, super_size=2),

@@ -39,6 +39,7 @@ cdef struct Chunk:
     int64_t count           # elements
     int dtype
     int64_t step            # the trainer's step of the mirror
+    int merged              # exchanges merged into the open slot
     int64_t left_out        # consecutive exchanges and means that could not average this chunk
     Live* live              # NULL: no peer reads this chunk in place
 
@@ -52,6 +53,7 @@ cdef struct Memory:
     int nchunks             # read by the trainer only; the engine reads its newest Generation
     int nslots
     int open                # the open slot of all chunks, read by the trainer only
+    double arrivals         # exchanges merged into the published slot, mean of the chunks that have some
     int shown               # how many chunks, from the first one on, peers on the host may read in place
     char* area              # beginning of the memory with the mirrors and slots of these chunks
 

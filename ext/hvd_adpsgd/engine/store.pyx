@@ -192,6 +192,7 @@ cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const vo
 cdef void note_merged(Chunk* c) noexcept nogil:
     if not c.full[c.open][0]:
         c.full[c.open][0] = ADDS
+    c.merged += 1
     c.left_out = 0
 
 
@@ -500,14 +501,19 @@ cdef class Store:
         cdef Memory* m = &self.memory
         cdef Chunk* c
         cdef int i, published = m.open
+        cdef int64_t merged = 0, chunks = 0
         with nogil:
             m.open = (published + 1) % m.nslots
             for i in range(m.nchunks):
                 c = lease_to_change(m, i)
                 c.open = m.open
+                merged += c.merged
+                chunks += c.merged > 0
+                c.merged = 0
                 c.full[c.open][0] = 0
                 c.absorbed = False
                 end_change(m, c)
+        m.arrivals = <double>merged / chunks if chunks else 0.0
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
@@ -602,6 +608,11 @@ cdef class Store:
     def published(self):
         """The slot that was published last."""
         return published_slot(&self.memory, self.memory.open)
+
+    @property
+    def arrivals(self):
+        """How many exchanges the published slot holds: the mean of those chunks that have some; 0 if none."""
+        return self.memory.arrivals
 
     # ---- for tests -----------------------------------------------------------------------
 

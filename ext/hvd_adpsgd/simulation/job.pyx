@@ -374,6 +374,10 @@ cdef class Job(JobState):
         """Return the index of the engine of a process; -1: the process has none yet."""
         return self.seats[process]
 
+    def arrivals(self, int i):
+        """Return Store.arrivals of an engine."""
+        return self.stores[i].arrivals
+
     def is_running(self, int process):
         """Whether a process has an engine that has neither crashed nor left."""
         cdef int i = self.seats[process]

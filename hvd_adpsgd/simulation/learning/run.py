@@ -49,6 +49,7 @@ class Training:
         faults: checked faults, beside those of the cluster.
         budget: how long it is.
         progress: called with the share of the budget that is used.
+        moments: the option of this name.
     """
 
     task: Task
@@ -57,6 +58,7 @@ class Training:
     faults: Sequence[Fault]
     budget: Budget
     progress: Callable[[float], None]
+    moments: str | None = None
 
 
 class EngineRun:
@@ -72,6 +74,7 @@ class EngineRun:
         faults = training.faults
         self._task, self._cluster, self._faults = task, cluster, faults
         self._budget, self._progress = training.budget, training.progress
+        self._shares = training.moments != "own" and parse(cluster.strategy).is_gossip
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]
@@ -98,6 +101,7 @@ class EngineRun:
             c.rate * c.share,
             c.seed,
             c.chunks,
+            self._training_number if self._shares else None,
         )
 
     def _make_job(self) -> Any:
@@ -136,7 +140,7 @@ class EngineRun:
 
     def after_corrections(self, process: int) -> None:
         """See SuperLearner."""
-        self._learners[process].after_corrections()
+        self._learners[process].after_corrections(self._job.arrivals(self._job.seat_of(process)))
         self._stays(process)
 
     def before_round(self, process: int) -> None:
@@ -214,6 +218,9 @@ class EngineRun:
     def _training(self) -> list[int]:
         """The super learners that train now."""
         return [i for i, each in enumerate(self._learners) if each.here and self._job.is_running(i)]
+
+    def _training_number(self) -> int:
+        return max(len(self._training()), 1)
 
     def _measure(self, time_s: float | None = None) -> None:
         training = self._training() or [i for i, each in enumerate(self._learners) if each.here]

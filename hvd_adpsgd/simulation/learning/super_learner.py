@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from hvd_adpsgd.simulation.learning.memory import Layout
 from hvd_adpsgd.simulation.learning.task import Task, require_finite
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.strategies.update_rules import LateGradients
+from hvd_adpsgd.training.adaptive import Adaptive, SharedMoments, adaptive
 from hvd_adpsgd.training.update_rules import make_rule
 
 __all__ = ["Gradient", "SuperLearner", "batch_size", "seed_torch", "trained"]
@@ -42,12 +43,14 @@ class SuperLearner:
         rate: exchanges of each chunk per step.
         seed: the run's seed.
         chunks: least number of chunks.
+        training: returns how many super learners train, which share their moments; None: they do not.
 
     Attributes:
         number, model, optimizer, schedule, rule: its parts.
         parameters: the tensors that it trains.
         layout, memory: the array of chunks that its engine averages, and where its tensors lie in it.
         averages_gradients: whether it averages gradients in place of models.
+        arrivals: exchanges of each chunk whose corrections were added last.
         here: whether it trains: a joining super learner does not from the start.
         steps, samples: what it has made and used.
     """
@@ -62,6 +65,7 @@ class SuperLearner:
         rate: float,
         seed: int,
         chunks: int,
+        training: Callable[[], int] | None = None,
     ):
         self.number, self.model, self._task, self._seed = number, model.train(), task, seed
         named = trained(model)
@@ -71,8 +75,19 @@ class SuperLearner:
         self._stream = stream
         self.averages_gradients = isinstance(plan.rule, LateGradients)
         self.here, self.steps, self.samples = True, 0, 0
+        self.arrivals = 0.0
         with torch.no_grad():
             self.rule = make_rule(plan.rule, named, rate)
+            kind = adaptive(self.optimizer)
+            if training is not None and isinstance(kind, Adaptive):
+                self.rule = SharedMoments(
+                    named,
+                    lambda: self.optimizer,
+                    kind,
+                    lambda: plan.weight,
+                    training,
+                    lambda: self.arrivals,
+                )
             averaged = [tensor for _, tensor in self.rule.averaged()]
             self.layout = Layout(averaged, chunks)
             self.memory = self.layout.empty()
@@ -109,6 +124,7 @@ class SuperLearner:
         self.samples += batch_size(batch)
         with torch.no_grad():
             self.rule.before_optimizer()
+            self.rule.before_update()
         if step > 0 or not self.averages_gradients:
             self._task.run("optimizer(parameters).step()", self.optimizer.step)
         if self.schedule is not None:
@@ -126,8 +142,9 @@ class SuperLearner:
         return loss.item()
 
     @torch.no_grad()
-    def after_corrections(self) -> None:
-        """Corrections have been added to the model, in a step."""
+    def after_corrections(self, arrivals: float) -> None:
+        """Corrections have been added to the model, in a step, of that many exchanges of each chunk."""
+        self.arrivals = arrivals
         self.rule.after_corrections()
 
     @torch.no_grad()
@@ -143,6 +160,7 @@ class SuperLearner:
     @torch.no_grad()
     def before_pause(self) -> None:
         """All corrections are going to be applied, so that a super learner may join."""
+        self.arrivals = 0.0
         self.rule.before_corrections()
 
     @torch.no_grad()
@@ -170,8 +188,10 @@ class SuperLearner:
     @torch.no_grad()
     def join(self, state: dict[str, Any]) -> None:
         """Begin with the mean model, which the memory holds, and another super learner's `state`."""
-        self.here = True
+        self.here = self.rule.received = True
         self.optimizer.load_state_dict(state["optimizer"])
+        self.rule.reload()
+        self.rule.received = False
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         if self.averages_gradients:

@@ -35,6 +35,7 @@ def train(
     points: int = 50,
     threads: int = 1,
     vmap: bool = False,
+    moments: str | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Train a task in virtual time; equal arguments give equal bits.
@@ -52,6 +53,7 @@ def train(
         threads: threads of torch.
         vmap: compute gradients of several super learners in one call of torch.func.vmap, where the model
             allows it: faster for small models, and rounded otherwise. Baselines do without.
+        moments: the option of this name.
         progress: called often, with the share of the run that is over.
 
     Raises:
@@ -84,7 +86,7 @@ def train(
         seed_torch(cluster.seed, 0, 0)
         model = task.new_model()
         shown = progress or (lambda share: None)
-        training = Training(task, model, cluster, found, budget, shown)
+        training = Training(task, model, cluster, found, budget, shown, moments)
         if baseline is not None:
             return run_baseline(baseline, training)
         return EngineRun(training, vmap).run()
