@@ -19,9 +19,9 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set
-from hvd_adpsgd.training.adaptive import Adaptive, adaptive
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
+from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
 from hvd_adpsgd.training.supported import require_models, require_supported
 
 __all__ = ["NamedTensors", "inner_process_set", "listed", "make_spec", "trained_tensors"]

@@ -19,11 +19,11 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
-from hvd_adpsgd.training.adaptive import Adaptive, SharedMoments
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
+from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments
 from hvd_adpsgd.training.step_order import StepOrder
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord

@@ -16,8 +16,8 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.training.adaptive import Adaptive
 from hvd_adpsgd.training.devices import is_staged
+from hvd_adpsgd.training.shared_moments import Adaptive
 
 __all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
 

@@ -98,7 +98,7 @@ def test_same_in_super_learners_of_three(name: str) -> None:
         ("scaled", {"skipped": 3}),
         ("dynamic", {}),
         ("growing", {}),
-        ("loaded", {"kept": True, "keys": ["param_groups", "state"]}),
+        ("loaded", {"kept": True, "keys": ["averaging", "param_groups", "state"]}),
         ("mixture", {"frozen_kept": True}),
         ("mixture_fp16", {"frozen_kept": True}),
         ("mixture_adam", {"frozen_kept": True}),

@@ -14,7 +14,7 @@ from hvd_adpsgd.simulation.learning.memory import Layout
 from hvd_adpsgd.simulation.learning.task import Task, require_finite
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.strategies.update_rules import LateGradients
-from hvd_adpsgd.training.adaptive import Adaptive, SharedMoments, adaptive
+from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 from hvd_adpsgd.training.update_rules import make_rule
 
 __all__ = ["Gradient", "SuperLearner", "batch_size", "seed_torch", "trained"]

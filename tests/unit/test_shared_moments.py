@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_adpsgd.training.adaptive import Adaptive, SharedMoments, adaptive
+from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 
 Made = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SIZE, WEIGHT = 7, 0.5
@@ -166,7 +166,7 @@ def gossip(n: int, steps: int, gradient: float, noise: float) -> Iterator[list[P
 
 @pytest.mark.parametrize("n", [2, 8])
 def test_products_estimate_the_square_of_the_mean_gradient(n: int) -> None:
-    """E[x] is between G^2 and G^2 + k s^2 / n, with averaged moments that are a step old; see SharedMoments."""
+    """E[x] is between G^2 and G^2 + k s^2 / n, with averaged moments, a step old; see SharedMoments."""
     steps, skipped, g, s = 300, 100, 0.5, 1.0
     found = torch.cat(
         [

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.training.moment_passes import Product, Second, correct, multiply
 from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
 __all__ = ["Adaptive", "SharedMoments", "adaptive"]
@@ -127,12 +128,12 @@ class SharedMoments(UpdateRule):
         self._cross: Tensors = []  # x
         self._lacking: Tensors = []  # q, one number per parameter
         self._steps: list[int] = []  # of the optimizer, by parameter
-        self._offered: Tensors = []  # first moments as peers see them
-        self._before: Tensors = []  # and before corrections from exchanges
-        self._restored: tuple[Tensors, Tensors] = (
-            [],
-            [],
-        )  # the optimizer's second moments, and their values
+        # room for first moments as peers see them; and for this super learner's second moments during the
+        # update, then for first moments before corrections
+        self._offered: Tensors = []
+        self._other: Tensors = []
+        self._corrected: list[int] = []  # parameters whose second moment is v
+        self._follows = False  # whether a step, not a pause, precedes the corrections
         self.extend(model)
 
     def extend(self, named: Named) -> list[tuple[str, torch.Tensor]]:
@@ -183,100 +184,82 @@ class SharedMoments(UpdateRule):
 
     def before_update(self) -> None:
         self._adopt()
-        self._offered = [moment.clone() for moment in self._moment]
-        optimizer = self._optimizer()
-        for group in optimizer.param_groups:
-            stepped = [
-                self._place[id(p)]
-                for p in group["params"]
-                if p.grad is not None and id(p) in self._place
-            ]
+        self._offered = self._room(self._offered)
+        torch._foreach_copy_(self._offered, self._moment)
+        self._other = self._room(self._other)
+        self._follows = True
+        for group in self._optimizer().param_groups:
+            stepped = [i for i in self._places(group) if self.model[i].grad is not None]
             for i in stepped:
                 self._steps[i] += 1
             for steps, places in _by(self._steps, stepped):
-                self._correct(optimizer, group, steps, places)
+                self._correct(group, steps, places)
 
-    def _correct(
-        self, optimizer: torch.optim.Optimizer, group: Group, steps: int, places: list[int]
-    ) -> None:
+    def _correct(self, group: Group, steps: int, places: list[int]) -> None:
         """Give parameters of a group a second moment of which the optimizer's update makes v."""
-        kind, decay = self._kind, self._kind.second_decay(group)
-        square = _gradients(optimizer, [self.model[i] for i in places], group)
+        kind, optimizer = self._kind, self._optimizer()
+        parameters = [self.model[i] for i in places]
+        gradients = _unscaled(optimizer, parameters)
+        l2 = _l2(group)
         if kind.first is None:
+            seen = torch._foreach_add(gradients, parameters, alpha=l2) if l2 else gradients
             moments = [self._moment[i] for i in places]
-            torch._foreach_lerp_(moments, square, 1 - kind.first_decay(group))
+            torch._foreach_lerp_(moments, seen, 1 - kind.first_decay(group))
         if steps == 1:  # there are no products yet: v is v_i
             return
-        torch._foreach_mul_(square, square)
-        second = [optimizer.state[self.model[i]][kind.second] for i in places]
-        own = torch._foreach_lerp(square, second, decay)
-        mean = torch._foreach_mul([self._cross[i] for i in places], 1 - decay**steps)
-        lacking = [self._lacking[i].expand_as(v) for i, v in zip(places, own, strict=True)]
-        torch._foreach_addcmul_(mean, own, lacking)
-        torch._foreach_clamp_min_(mean, 0)
-        torch._foreach_lerp_(mean, own, 1 / self._training())
-        torch._foreach_add_(mean, square, alpha=decay - 1)
-        torch._foreach_div_(mean, decay)
+        second = [optimizer.state[p][kind.second] for p in parameters]
+        own, cross, lacking = (
+            [every[i] for i in places] for every in (self._other, self._cross, self._lacking)
+        )
+        decay = kind.second_decay(group)
+        law = Second(decay, 1 - decay**steps, 1 / self._training(), l2)
         skips = getattr(optimizer, "found_inf", None)  # GradScaler's, where the optimizer unscales
-        if skips is not None:
-            pairs = zip(second, own, strict=True)
-            own = tuple(torch.where(skips.to(v.device) > 0, v, u) for v, u in pairs)
-        torch._foreach_copy_(second, mean)
-        self._restored[0].extend(second)
-        self._restored[1].extend(own)
+        before = None if skips is None else [v.clone() for v in second]
+        correct(law, second, own, gradients, parameters, cross, lacking)
+        if skips is not None and before is not None:
+            for mine, v in zip(own, before, strict=True):
+                mine.copy_(torch.where(skips.to(v.device) > 0, v, mine))
+        self._corrected += places
 
     def pass_time(self) -> None:
-        second, own = self._restored
-        if second:
-            torch._foreach_copy_(second, own)
-        self._restored = [], []
+        optimizer, its = self._optimizer(), self._corrected
+        if its:
+            second = [optimizer.state[self.model[i]][self._kind.second] for i in its]
+            torch._foreach_copy_(second, [self._other[i] for i in its])
+        self._corrected = []
         if 1 in self._steps:  # the optimizer has made their state in this step
             self._adopt()
 
     def before_corrections(self) -> None:
-        self._before = [moment.clone() for moment in self._moment]
+        self._other = self._room(self._other)
+        torch._foreach_copy_(self._other, self._moment)
 
     def after_corrections(self) -> None:
-        arrivals, offered = self._arrivals(), self._offered
-        if arrivals and offered:
+        arrivals = self._arrivals()
+        if arrivals and self._follows:
             for group in self._optimizer().param_groups:
-                places = [self._place[id(p)] for p in group["params"] if id(p) in self._place]
-                for steps, its in _by(self._steps, [i for i in places if self._steps[i] > 1]):
-                    # moments as offered are of the step before
-                    known = 1 - self._kind.first_decay(group) ** (steps - 1)
-                    self._multiply(its, 1 - self._kind.second_decay(group), known, arrivals)
-        self._before, self._offered = [], []
+                for steps, places in _by(self._steps, self._places(group)):
+                    if steps > 1:
+                        self._multiply(group, steps, places, arrivals)
+        self._follows = False
+        if self._offered and self._offered[0].device.type != "cpu":
+            self._offered, self._other = [], []
 
-    def _multiply(self, places: list[int], rate: float, known: float, arrivals: float) -> None:
-        """Add products with the peers' moments to the moving averages, where exchanges added something."""
-        offered, cross = [self._offered[i] for i in places], [self._cross[i] for i in places]
-        product = torch._foreach_sub(
-            [self._moment[i] for i in places], [self._before[i] for i in places]
-        )
-        arrived = torch._foreach_sign(product)
-        torch._foreach_abs_(arrived)
-        torch._foreach_div_(product, arrivals * self._weight())
-        torch._foreach_add_(product, offered)
-        torch._foreach_mul_(product, offered)
-        torch._foreach_div_(product, known**2)
-        torch._foreach_sub_(product, cross)
-        torch._foreach_mul_(product, arrived)
-        torch._foreach_add_(cross, product, alpha=rate)
-        lacking = [self._lacking[i] for i in places]
-        torch._foreach_mul_(lacking, self._kept(offered, arrived, rate))
+    def _multiply(self, group: Group, steps: int, places: list[int], arrivals: float) -> None:
+        kind = self._kind
+        known = 1 - kind.first_decay(group) ** (
+            steps - 1
+        )  # moments as offered are of the step before
+        law = Product(1 - kind.second_decay(group), 1 / (arrivals * self._weight()), known**2)
+        every = (self._cross, self._lacking, self._moment, self._other, self._offered)
+        multiply(law, *([tensors[i] for i in places] for tensors in every))
 
-    def _kept(
-        self, offered: Tensors, arrived: tuple[torch.Tensor, ...], rate: float
-    ) -> tuple[torch.Tensor, ...]:
-        """Return 1 - rate * share by parameter: share of elements with products, of those with moments."""
-        live = torch._foreach_sign(offered)
-        torch._foreach_abs_(live)
-        torch._foreach_maximum_(live, arrived)
-        share = torch._foreach_norm(arrived, 1)
-        torch._foreach_div_(share, torch._foreach_clamp_min(torch._foreach_norm(live, 1), 1))
-        torch._foreach_mul_(share, -rate)
-        torch._foreach_add_(share, 1)
-        return share
+    def _places(self, group: Group) -> list[int]:
+        return [self._place[id(p)] for p in group["params"] if id(p) in self._place]
+
+    def _room(self, room: Tensors) -> Tensors:
+        """Return memory for a copy of all first moments; on the host it is kept between steps."""
+        return room + [torch.empty_like(moment) for moment in self._moment[len(room) :]]
 
 
 def _by(values: list[int], places: Iterable[int]) -> list[tuple[int, list[int]]]:
@@ -287,14 +270,16 @@ def _by(values: list[int], places: Iterable[int]) -> list[tuple[int, list[int]]]
     return list(found.items())
 
 
-def _gradients(optimizer: torch.optim.Optimizer, parameters: Tensors, group: Group) -> Tensors:
-    """Return copies of the gradients as the optimizer uses them: unscaled, with L2 decay."""
-    found = [p.grad.clone() for p in parameters if p.grad is not None]
+def _unscaled(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensors:
+    """Return the gradients, without GradScaler's factor where the optimizer removes that in its update."""
+    found = [p.grad for p in parameters if p.grad is not None]
     scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        for gradient in found:
-            gradient.div_(scale.to(gradient.device))
-    if group.get("weight_decay", 0) and not group.get("decoupled_weight_decay", False):
-        sign = -1 if group.get("maximize") else 1
-        torch._foreach_add_(found, parameters, alpha=sign * group["weight_decay"])
-    return found
+    return found if scale is None else [g / scale.to(g.device) for g in found]
+
+
+def _l2(group: Group) -> float:
+    """Return the factor with which the optimizer adds the parameter to its gradient."""
+    if group.get("decoupled_weight_decay", False):
+        return 0.0
+    decay = float(group.get("weight_decay", 0))
+    return -decay if group.get("maximize") else decay

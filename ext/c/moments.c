@@ -1,0 +1,57 @@
+#include "moments.h"
+
+#include "kernels.h"
+#include "narrow.h"
+
+#define PASSES(T)                                                                                        \
+  ADPSGD_VECTOR static void correct_##T(T *restrict second, T *restrict own, const T *restrict gradient, \
+                                        const T *restrict parameter, const T *restrict cross, T decay,   \
+                                        T known, T lacking, T share, T l2, int64_t n) {                  \
+    const T rest = 1 - decay;                                                                            \
+    for (int64_t i = 0; i < n; i++) {                                                                    \
+      T g = gradient[i] + l2 * parameter[i];                                                             \
+      T fresh = rest * (g * g);                                                                          \
+      T mine = decay * second[i] + fresh;                                                                \
+      T mean = known * cross[i] + lacking * mine;                                                        \
+      mean = mean > 0 ? mean : 0;                                                                        \
+      own[i] = mine;                                                                                     \
+      second[i] = (mean + share * (mine - mean) - fresh) / decay;                                        \
+    }                                                                                                    \
+  }                                                                                                      \
+  ADPSGD_VECTOR static void multiply_##T(T *restrict cross, const T *restrict moment,                    \
+                                         const T *restrict before, const T *restrict offered, T rate,    \
+                                         T scale, T known, int64_t n, int64_t *arrived, int64_t *live) { \
+    int64_t with = 0, nonzero = 0;                                                                       \
+    for (int64_t i = 0; i < n; i++) {                                                                    \
+      T added = moment[i] - before[i];                                                                   \
+      T product = offered[i] * (offered[i] + scale * added) / known;                                     \
+      int has = added != 0;                                                                              \
+      cross[i] += has ? rate * (product - cross[i]) : 0;                                                 \
+      with += has;                                                                                       \
+      nonzero += has | (offered[i] != 0);                                                                \
+    }                                                                                                    \
+    *arrived = with;                                                                                     \
+    *live = nonzero;                                                                                     \
+  }
+
+PASSES(float)
+PASSES(double)
+
+void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
+                    const void *cross, const adpsgd_second *law, int64_t n) {
+  if (dtype == ADPSGD_FLOAT64)
+    correct_double(second, own, gradient, parameter, cross, law->decay, law->known, law->lacking, law->share,
+                   law->l2, n);
+  else
+    correct_float(second, own, gradient, parameter, cross, (float)law->decay, (float)law->known,
+                  (float)law->lacking, (float)law->share, (float)law->l2, n);
+}
+
+void adpsgd_multiply(int dtype, void *cross, const void *moment, const void *before, const void *offered,
+                     const adpsgd_product *law, int64_t n, int64_t *arrived, int64_t *live) {
+  if (dtype == ADPSGD_FLOAT64)
+    multiply_double(cross, moment, before, offered, law->rate, law->scale, law->known, n, arrived, live);
+  else
+    multiply_float(cross, moment, before, offered, (float)law->rate, (float)law->scale, (float)law->known, n,
+                   arrived, live);
+}

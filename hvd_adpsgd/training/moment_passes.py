@@ -1,0 +1,184 @@
+"""The passes over the moments of an adaptive optimizer, of several parameters at once; see shared_moments.
+
+Contiguous tensors in host memory take the compiled loops of ext/c/moments.c, one pass each; others torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hvd_adpsgd.training import moments
+
+__all__ = ["Product", "Second", "correct", "multiply"]
+
+Tensors = list[torch.Tensor]
+_COMPILED = (torch.float32, torch.float64)
+
+
+class Second(NamedTuple):
+    """Numbers of `correct`, as in SharedMoments.
+
+    Attributes:
+        decay: b, decay of the second moment per step.
+        known: 1 - b^steps.
+        share: 1 / n.
+        l2: factor of the parameter in the gradient.
+    """
+
+    decay: float
+    known: float
+    share: float
+    l2: float
+
+
+class Product(NamedTuple):
+    """Numbers of `multiply`, as in SharedMoments.
+
+    Attributes:
+        rate: 1 - b.
+        scale: 1 / (r w).
+        known: (1 - a^steps)^2, with a the decay of the first moment.
+    """
+
+    rate: float
+    scale: float
+    known: float
+
+
+def correct(
+    law: Second,
+    second: Tensors,
+    own: Tensors,
+    gradients: Tensors,
+    parameters: Tensors,
+    cross: Tensors,
+    lacking: Tensors,
+) -> None:
+    """Give the optimizer a second moment of which its update makes v; `own` gets that of this super learner.
+
+    Args:
+        law: see Second.
+        second: the optimizer's second moments, changed.
+        own: overwritten with b second + (1 - b) g^2.
+        gradients: without l2.
+        parameters: their parameters.
+        cross: x.
+        lacking: q, a tensor of one number for each parameter.
+    """
+    left = []
+    for i, arrays in enumerate(zip(second, own, gradients, parameters, cross, strict=True)):
+        if not _is_compiled(arrays):
+            left.append(i)
+            continue
+        v, u, g, p, x = (array.data_ptr() for array in arrays)
+        count, q = second[i].numel(), float(lacking[i])
+        is_double = second[i].dtype is torch.float64
+        moments.correct(is_double, count, v, u, g, p, x, law.decay, law.known, q, law.share, law.l2)
+    if left:
+        every = (second, own, gradients, parameters, cross, lacking)
+        _correct_by_torch(law, *([tensors[i] for i in left] for tensors in every))
+
+
+def _correct_by_torch(
+    law: Second,
+    second: Tensors,
+    own: Tensors,
+    gradients: Tensors,
+    parameters: Tensors,
+    cross: Tensors,
+    lacking: Tensors,
+) -> None:
+    square = torch._foreach_add(gradients, parameters, alpha=law.l2)
+    torch._foreach_mul_(square, square)
+    torch._foreach_mul_(square, 1 - law.decay)
+    torch._foreach_copy_(own, second)
+    torch._foreach_mul_(own, law.decay)
+    torch._foreach_add_(own, square)
+    mean = torch._foreach_mul(cross, law.known)
+    weights = [q.expand_as(v) for q, v in zip(lacking, own, strict=True)]
+    torch._foreach_addcmul_(mean, own, weights)
+    torch._foreach_clamp_min_(mean, 0)
+    torch._foreach_lerp_(mean, own, law.share)
+    torch._foreach_sub_(mean, square)
+    torch._foreach_div_(mean, law.decay)
+    torch._foreach_copy_(second, mean)
+
+
+def multiply(
+    law: Product,
+    cross: Tensors,
+    lacking: Tensors,
+    moment: Tensors,
+    before: Tensors,
+    offered: Tensors,
+) -> None:
+    """Add products with the moments of peers to x where exchanges have added to moments; reduce q.
+
+    Args:
+        law: see Product.
+        cross: x, changed.
+        lacking: q, changed: by the share of elements with a product, of those that have a moment.
+        moment: first moments with what exchanges have added.
+        before: without.
+        offered: as peers had them.
+    """
+    left = []
+    for i, arrays in enumerate(zip(cross, moment, before, offered, strict=True)):
+        if not _is_compiled(arrays):
+            left.append(i)
+            continue
+        x, m, b, o = (array.data_ptr() for array in arrays)
+        is_double, count = cross[i].dtype is torch.float64, cross[i].numel()
+        arrived, live = moments.multiply(
+            is_double, count, x, m, b, o, law.rate, law.scale, law.known
+        )
+        lacking[i].mul_(1 - law.rate * arrived / max(live, 1))
+    if left:
+        every = (cross, lacking, moment, before, offered)
+        _multiply_by_torch(law, *([tensors[i] for i in left] for tensors in every))
+
+
+def _multiply_by_torch(
+    law: Product,
+    cross: Tensors,
+    lacking: Tensors,
+    moment: Tensors,
+    before: Tensors,
+    offered: Tensors,
+) -> None:
+    product = torch._foreach_sub(moment, before)
+    arrived = torch._foreach_sign(product)
+    torch._foreach_abs_(arrived)
+    torch._foreach_mul_(product, law.scale)
+    torch._foreach_add_(product, offered)
+    torch._foreach_mul_(product, offered)
+    torch._foreach_div_(product, law.known)
+    torch._foreach_sub_(product, cross)
+    torch._foreach_mul_(product, arrived)
+    torch._foreach_add_(cross, product, alpha=law.rate)
+    torch._foreach_mul_(lacking, list(_kept(law.rate, arrived, offered)))
+
+
+def _kept(
+    rate: float, arrived: tuple[torch.Tensor, ...], offered: Tensors
+) -> tuple[torch.Tensor, ...]:
+    """Return 1 - rate * share by parameter: share of elements with a product, of those that have a moment."""
+    live = torch._foreach_sign(offered)
+    torch._foreach_abs_(live)
+    torch._foreach_maximum_(live, arrived)
+    share = torch._foreach_norm(arrived, 1)
+    torch._foreach_div_(share, torch._foreach_clamp_min(torch._foreach_norm(live, 1), 1))
+    torch._foreach_mul_(share, -rate)
+    torch._foreach_add_(share, 1)
+    return share
+
+
+def _is_compiled(arrays: Sequence[torch.Tensor]) -> bool:
+    """Whether the compiled loops can take these tensors."""
+    first = arrays[0]
+    return first.dtype in _COMPILED and all(
+        t.device.type == "cpu" and t.dtype is first.dtype and t.is_contiguous() for t in arrays
+    )

@@ -1,0 +1,25 @@
+def correct(
+    is_double: bool,
+    n: int,
+    second: int,
+    own: int,
+    gradient: int,
+    parameter: int,
+    cross: int,
+    decay: float,
+    known: float,
+    lacking: float,
+    share: float,
+    l2: float,
+) -> None: ...
+def multiply(
+    is_double: bool,
+    n: int,
+    cross: int,
+    moment: int,
+    before: int,
+    offered: int,
+    rate: float,
+    scale: float,
+    known: float,
+) -> tuple[int, int]: ...
