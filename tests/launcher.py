@@ -219,6 +219,7 @@ def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[st
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     env["PYTHONPATH"] = os.pathsep.join([*map(str, first), str(ROOT), env.get("PYTHONPATH", "")])
     env["OMP_NUM_THREADS"] = "1"
+    env["PRTE_MCA_prte_tmpdir_base"] = tempfile.mkdtemp(dir=_folder().name)
     env["OMPI_MCA_btl"] = "^ofi"  # which sleeps a second in each MPI_Init
     env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # also where np <= cores: other tests share them
     env["LD_PRELOAD"] = " ".join(filter(None, [env.get("LD_PRELOAD"), idle()]))
@@ -226,6 +227,16 @@ def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[st
     if "TEST_SHARD" in env:
         env["HVD_ADPSGD_SHARD"] = env["TEST_SHARD"]
     return {**env, **extra}
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the folders of MPI's launchers, one for each, until this process ends.
+
+    A launcher names its folder by its process number. A killed one leaves it, and in the same place the next
+    launcher with that number would not start ("The PMIx server's listener thread failed to start").
+    """
+    return tempfile.TemporaryDirectory(prefix="hvd_adpsgd.", ignore_cleanup_errors=True)
 
 
 @functools.cache

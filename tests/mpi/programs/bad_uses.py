@@ -107,6 +107,7 @@ OTHER: dict[str, Any] = {
     "exchange_share": 0.25,
     "max_staleness": 3,
     "wire_dtype": "bfloat16",
+    "moments": "own",
     "buffers": lambda model, named: nn.BatchNorm1d(1),
 }
 
