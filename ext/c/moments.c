@@ -5,17 +5,22 @@
 
 #define PASSES(T)                                                                                        \
   ADPSGD_VECTOR static void correct_##T(T *restrict second, T *restrict own, const T *restrict gradient, \
-                                        const T *restrict parameter, const T *restrict cross, T decay,   \
-                                        T known, T lacking, T share, T l2, int64_t n) {                  \
-    const T rest = 1 - decay;                                                                            \
+                                        const T *restrict parameter, const T *restrict moment,           \
+                                        const T *restrict cross, const adpsgd_second *law, int64_t n) {  \
+    const T decay = (T)law->decay, rest = 1 - decay, known = (T)law->known, share = (T)law->share;       \
+    const T lacking = (T)law->lacking, l2 = (T)law->l2, a = (T)law->first, floor = (T)law->floor;        \
     for (int64_t i = 0; i < n; i++) {                                                                    \
       T g = gradient[i] + l2 * parameter[i];                                                             \
       T fresh = rest * (g * g);                                                                          \
       T mine = decay * second[i] + fresh;                                                                \
       T mean = known * cross[i] + lacking * mine;                                                        \
+      T next = a * moment[i] + (1 - a) * g;                                                              \
+      T least = floor * (next * next);                                                                   \
       mean = mean > 0 ? mean : 0;                                                                        \
+      mean += share * (mine - mean);                                                                     \
+      mean = mean > least ? mean : least;                                                                \
       own[i] = mine;                                                                                     \
-      second[i] = (mean + share * (mine - mean) - fresh) / decay;                                        \
+      second[i] = (mean - fresh) / decay;                                                                \
     }                                                                                                    \
   }                                                                                                      \
   ADPSGD_VECTOR static void multiply_##T(T *restrict cross, const T *restrict moment,                    \
@@ -38,13 +43,11 @@ PASSES(float)
 PASSES(double)
 
 void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
-                    const void *cross, const adpsgd_second *law, int64_t n) {
+                    const void *moment, const void *cross, const adpsgd_second *law, int64_t n) {
   if (dtype == ADPSGD_FLOAT64)
-    correct_double(second, own, gradient, parameter, cross, law->decay, law->known, law->lacking, law->share,
-                   law->l2, n);
+    correct_double(second, own, gradient, parameter, moment, cross, law, n);
   else
-    correct_float(second, own, gradient, parameter, cross, (float)law->decay, (float)law->known,
-                  (float)law->lacking, (float)law->share, (float)law->l2, n);
+    correct_float(second, own, gradient, parameter, moment, cross, law, n);
 }
 
 void adpsgd_multiply(int dtype, void *cross, const void *moment, const void *before, const void *offered,

@@ -5,18 +5,21 @@
 #include <stdint.h>
 
 typedef struct {
+  double lacking; /* q, the weight of v_i in x */
   double decay;   /* b, of the second moment, per step */
   double known;   /* what an average that began with 0 has of its weight: 1 - b^steps */
-  double lacking; /* q, the weight of v_i in x */
   double share;   /* 1 / n */
   double l2;      /* factor of the parameter in the gradient */
+  double first;   /* a, of the first moment */
+  double floor;   /* v is at least so many times the square of the new first moment */
 } adpsgd_second;
 
-/* With g = gradient + l2 parameter, own = b second + (1 - b) g^2 and mean = max(0, known cross + q own):
- * second = (mean + (own - mean) / n - (1 - b) g^2) / b, of which an optimizer's update makes the rest.
+/* With g = gradient + l2 parameter, own = b second + (1 - b) g^2, mean = max(0, known cross + q own) and
+ * v = max(mean + (own - mean) / n, floor (a moment + (1 - a) g)^2):
+ * second = (v - (1 - b) g^2) / b, of which an optimizer's update makes v.
  * `dtype` is that of kernels.h: float32 or float64. own may not overlap the others. */
 void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
-                    const void *cross, const adpsgd_second *law, int64_t n);
+                    const void *moment, const void *cross, const adpsgd_second *law, int64_t n);
 
 typedef struct {
   double rate;  /* 1 - b */

@@ -26,12 +26,16 @@ class Second(NamedTuple):
         known: 1 - b^steps.
         share: 1 / n.
         l2: factor of the parameter in the gradient.
+        first: a, decay of the first moment per step; 1 if that includes the gradient already.
+        floor: v is at least so many times the square of the first moment.
     """
 
     decay: float
     known: float
     share: float
     l2: float
+    first: float
+    floor: float
 
 
 class Product(NamedTuple):
@@ -54,6 +58,7 @@ def correct(
     own: Tensors,
     gradients: Tensors,
     parameters: Tensors,
+    moment: Tensors,
     cross: Tensors,
     lacking: Tensors,
 ) -> None:
@@ -65,20 +70,21 @@ def correct(
         own: overwritten with b second + (1 - b) g^2.
         gradients: without l2.
         parameters: their parameters.
+        moment: first moments, without this step's gradients.
         cross: x.
         lacking: q, a tensor of one number for each parameter.
     """
     left = []
-    for i, arrays in enumerate(zip(second, own, gradients, parameters, cross, strict=True)):
+    for i, arrays in enumerate(zip(second, own, gradients, parameters, moment, cross, strict=True)):
         if not _is_compiled(arrays):
             left.append(i)
             continue
-        v, u, g, p, x = (array.data_ptr() for array in arrays)
+        v, u, g, p, m, x = (array.data_ptr() for array in arrays)
         count, q = second[i].numel(), float(lacking[i])
         is_double = second[i].dtype is torch.float64
-        moments.correct(is_double, count, v, u, g, p, x, law.decay, law.known, q, law.share, law.l2)
+        moments.correct(is_double, count, v, u, g, p, m, x, q, *law)
     if left:
-        every = (second, own, gradients, parameters, cross, lacking)
+        every = (second, own, gradients, parameters, moment, cross, lacking)
         _correct_by_torch(law, *([tensors[i] for i in left] for tensors in every))
 
 
@@ -88,10 +94,14 @@ def _correct_by_torch(
     own: Tensors,
     gradients: Tensors,
     parameters: Tensors,
+    moment: Tensors,
     cross: Tensors,
     lacking: Tensors,
 ) -> None:
     square = torch._foreach_add(gradients, parameters, alpha=law.l2)
+    floor = torch._foreach_lerp(square, moment, law.first)
+    torch._foreach_mul_(floor, floor)
+    torch._foreach_mul_(floor, law.floor)
     torch._foreach_mul_(square, square)
     torch._foreach_mul_(square, 1 - law.decay)
     torch._foreach_copy_(own, second)
@@ -102,6 +112,7 @@ def _correct_by_torch(
     torch._foreach_addcmul_(mean, own, weights)
     torch._foreach_clamp_min_(mean, 0)
     torch._foreach_lerp_(mean, own, law.share)
+    torch._foreach_maximum_(mean, floor)
     torch._foreach_sub_(mean, square)
     torch._foreach_div_(mean, law.decay)
     torch._foreach_copy_(second, mean)

@@ -5,12 +5,15 @@ def correct(
     own: int,
     gradient: int,
     parameter: int,
+    moment: int,
     cross: int,
+    lacking: float,
     decay: float,
     known: float,
-    lacking: float,
     share: float,
     l2: float,
+    first: float,
+    floor: float,
 ) -> None: ...
 def multiply(
     is_double: bool,

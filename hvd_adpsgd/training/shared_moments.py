@@ -93,7 +93,9 @@ class SharedMoments(UpdateRule):
         x <- b x + (1 - b) m_i (m_i + c / (r w)),   q <- b q
 
     q, 1 at first, is the weight of the products that x lacks: v has x + q v_i in place of x. Moments that
-    began with 0 are divided by 1 - decay^steps, as the optimizer does.
+    began with 0 are divided by 1 - decay^steps, as the optimizer does. v is at least m_i^2: where a super
+    learner has moments of its peers, but no gradient of its own, as in a row of an embedding, it moves by the
+    learning rate at most.
 
     The noise of averaged moments is not independent: each holds parts of the others. The mean of m_i m_j
     over all i and j is the square of the mean moment, G^2 + k s^2 / n, with k = (1 - a) / (1 + a) and a the
@@ -199,7 +201,7 @@ class SharedMoments(UpdateRule):
         """Give parameters of a group a second moment of which the optimizer's update makes v."""
         kind, optimizer = self._kind, self._optimizer()
         parameters = [self.model[i] for i in places]
-        gradients = _unscaled(optimizer, parameters)
+        gradients = _seen(optimizer, parameters, group)
         l2 = _l2(group)
         if kind.first is None:
             seen = torch._foreach_add(gradients, parameters, alpha=l2) if l2 else gradients
@@ -208,14 +210,18 @@ class SharedMoments(UpdateRule):
         if steps == 1:  # there are no products yet: v is v_i
             return
         second = [optimizer.state[p][kind.second] for p in parameters]
-        own, cross, lacking = (
-            [every[i] for i in places] for every in (self._other, self._cross, self._lacking)
-        )
+        every = (self._other, self._moment, self._cross, self._lacking)
+        own, moment, cross, lacking = ([tensors[i] for i in places] for tensors in every)
         decay = kind.second_decay(group)
-        law = Second(decay, 1 - decay**steps, 1 / self._training(), l2)
+        known, training = 1 - decay**steps, self._training()
+        first, floor = 1.0, 0.0
+        if kind.first is not None and training > 1:
+            first = kind.first_decay(group)
+            floor = known / (1 - first**steps) ** 2
+        law = Second(decay, known, 1 / training, l2, first, floor)
         skips = getattr(optimizer, "found_inf", None)  # GradScaler's, where the optimizer unscales
         before = None if skips is None else [v.clone() for v in second]
-        correct(law, second, own, gradients, parameters, cross, lacking)
+        correct(law, second, own, gradients, parameters, moment, cross, lacking)
         if skips is not None and before is not None:
             for mine, v in zip(own, before, strict=True):
                 mine.copy_(torch.where(skips.to(v.device) > 0, v, mine))
@@ -270,16 +276,15 @@ def _by(values: list[int], places: Iterable[int]) -> list[tuple[int, list[int]]]
     return list(found.items())
 
 
-def _unscaled(optimizer: torch.optim.Optimizer, parameters: Tensors) -> Tensors:
-    """Return the gradients, without GradScaler's factor where the optimizer removes that in its update."""
+def _seen(optimizer: torch.optim.Optimizer, parameters: Tensors, group: Group) -> Tensors:
+    """Return the gradients as the optimizer uses them: with its sign, and without GradScaler's factor."""
     found = [p.grad for p in parameters if p.grad is not None]
-    scale = getattr(optimizer, "grad_scale", None)
-    return found if scale is None else [g / scale.to(g.device) for g in found]
+    scale = getattr(optimizer, "grad_scale", None)  # where the optimizer unscales in its update
+    if scale is not None:
+        found = [gradient / scale.to(gradient.device) for gradient in found]
+    return list(torch._foreach_neg(found)) if group.get("maximize") else found
 
 
 def _l2(group: Group) -> float:
     """Return the factor with which the optimizer adds the parameter to its gradient."""
-    if group.get("decoupled_weight_decay", False):
-        return 0.0
-    decay = float(group.get("weight_decay", 0))
-    return -decay if group.get("maximize") else decay
+    return 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0))

@@ -99,6 +99,8 @@ def test_the_optimizer_steps_with_the_second_moment_of_the_law(name: str) -> Non
             moment[i] = first * moment[i] + (1 - first) * (-g if group["maximize"] else g)
             x = (1 - second**step) * cross[i] + lacking * own[i]
             v = own[i] / n + (1 - 1 / n) * x.clamp(min=0)
+            if plain.kind.first:
+                v = torch.maximum(v, (1 - second**step) * (moment[i] / (1 - first**step)) ** 2)
             wanted.append(v if step > 1 else own[i])
             if step > 1:
                 before = (v - (1 - second) * g**2) / second

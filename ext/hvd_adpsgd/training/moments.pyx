@@ -11,9 +11,9 @@ cdef extern from "kernels.h" nogil:
 
 cdef extern from "moments.h" nogil:
     ctypedef struct adpsgd_second:
-        double decay, known, lacking, share, l2
+        double lacking, decay, known, share, l2, first, floor
     void adpsgd_correct(int dtype, void* second, void* own, const void* gradient, const void* parameter,
-                        const void* cross, const adpsgd_second* law, int64_t n)
+                        const void* moment, const void* cross, const adpsgd_second* law, int64_t n)
     ctypedef struct adpsgd_product:
         double rate, scale, known
     void adpsgd_multiply(int dtype, void* cross, const void* moment, const void* before, const void* offered,
@@ -21,19 +21,20 @@ cdef extern from "moments.h" nogil:
 
 
 def correct(bint is_double, int64_t n, uintptr_t second, uintptr_t own, uintptr_t gradient, uintptr_t parameter,
-            uintptr_t cross, double decay, double known, double lacking, double share, double l2):
+            uintptr_t moment, uintptr_t cross, double lacking, double decay, double known, double share, double l2,
+            double first, double floor):
     """Let an optimizer's update make v of `second`; own = the second moment of this super learner: see moments.h.
 
     Args:
         is_double: float64, else float32.
         n: elements of each array.
-        second, own, gradient, parameter, cross: addresses of the arrays.
-        decay, known, lacking, share, l2: see moments.h.
+        second, own, gradient, parameter, moment, cross: addresses of the arrays.
+        lacking, decay, known, share, l2, first, floor: see moments.h.
     """
-    cdef adpsgd_second law = [decay, known, lacking, share, l2]
+    cdef adpsgd_second law = [lacking, decay, known, share, l2, first, floor]
     with nogil:
         adpsgd_correct(ADPSGD_FLOAT64 if is_double else ADPSGD_FLOAT32, <void*>second, <void*>own, <void*>gradient,
-                       <void*>parameter, <void*>cross, &law, n)
+                       <void*>parameter, <void*>moment, <void*>cross, &law, n)
 
 
 def multiply(bint is_double, int64_t n, uintptr_t cross, uintptr_t moment, uintptr_t before, uintptr_t offered,

@@ -38,7 +38,7 @@ OF = {  # option: the modes that it belongs to
     "keep": ("seeds",),
     "workers": ("seeds",),
     **dict.fromkeys((*PLAN_DEFAULTS, "json", "figure", "calibration", "super_learners"), PLANS),
-    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault"), ("train",)),
+    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault", "moments"), ("train",)),
 }
 
 
@@ -203,6 +203,11 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FAULT",
         help="faults KIND,SUPER_LEARNER,TIME[,VALUE[,PEER...]], for instance crash,3,20s join,8,30s "
         "stop,1,10s,5s slow,0,5s,10",
+    )
+    group.add_argument(
+        "--moments",
+        choices=("shared", "own"),
+        help="as HVD_ADPSGD_MOMENTS, of Adam and its kin (default: shared where that is possible)",
     )
     group.add_argument(
         "--points",

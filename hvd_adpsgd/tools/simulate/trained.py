@@ -51,6 +51,7 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             points=args.points,
             threads=args.threads,
             vmap=args.vmap,
+            moments=args.moments,
             progress=progress.of_training(spec),
         )
         print(described(outcome), flush=True)
