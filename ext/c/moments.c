@@ -6,21 +6,22 @@
 #define PASSES(T)                                                                                        \
   ADPSGD_VECTOR static void correct_##T(T *restrict second, T *restrict own, const T *restrict gradient, \
                                         const T *restrict parameter, const T *restrict moment,           \
-                                        const T *restrict cross, const adpsgd_second *law, int64_t n) {  \
+                                        T *restrict cross, const adpsgd_second *law, int64_t n) {        \
     const T decay = (T)law->decay, rest = 1 - decay, known = (T)law->known, share = (T)law->share;       \
-    const T lacking = (T)law->lacking, l2 = (T)law->l2, a = (T)law->first, floor = (T)law->floor;        \
+    const T lacking = (T)law->lacking, l2 = (T)law->l2, a = (T)law->first, bound = (T)law->bound;        \
+    const T least = (T)(1 / (law->bound * law->known));                                                  \
     for (int64_t i = 0; i < n; i++) {                                                                    \
       T g = gradient[i] + l2 * parameter[i];                                                             \
       T fresh = rest * (g * g);                                                                          \
       T mine = decay * second[i] + fresh;                                                                \
-      T mean = known * cross[i] + lacking * mine;                                                        \
       T next = a * moment[i] + (1 - a) * g;                                                              \
-      T least = floor * (next * next);                                                                   \
+      T x = cross[i], received = next * next * least;                                                    \
+      x = next * next > bound * mine && received > x ? received : x;                                     \
+      T mean = known * x + lacking * mine;                                                               \
       mean = mean > 0 ? mean : 0;                                                                        \
-      mean += share * (mine - mean);                                                                     \
-      mean = mean > least ? mean : least;                                                                \
+      cross[i] = x;                                                                                      \
       own[i] = mine;                                                                                     \
-      second[i] = (mean - fresh) / decay;                                                                \
+      second[i] = (mean + share * (mine - mean) - fresh) / decay;                                        \
     }                                                                                                    \
   }                                                                                                      \
   ADPSGD_VECTOR static void multiply_##T(T *restrict cross, const T *restrict moment,                    \
@@ -43,7 +44,7 @@ PASSES(float)
 PASSES(double)
 
 void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
-                    const void *moment, const void *cross, const adpsgd_second *law, int64_t n) {
+                    const void *moment, void *cross, const adpsgd_second *law, int64_t n) {
   if (dtype == ADPSGD_FLOAT64)
     correct_double(second, own, gradient, parameter, moment, cross, law, n);
   else

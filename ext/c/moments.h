@@ -11,15 +11,16 @@ typedef struct {
   double share;   /* 1 / n */
   double l2;      /* factor of the parameter in the gradient */
   double first;   /* a, of the first moment */
-  double floor;   /* v is at least so many times the square of the new first moment */
+  double bound;   /* own gradients give no first moment whose square is larger than bound times own */
 } adpsgd_second;
 
 /* With g = gradient + l2 parameter, own = b second + (1 - b) g^2, mean = max(0, known cross + q own) and
- * v = max(mean + (own - mean) / n, floor (a moment + (1 - a) g)^2):
- * second = (v - (1 - b) g^2) / b, of which an optimizer's update makes v.
+ * v = mean + (own - mean) / n: second = (v - (1 - b) g^2) / b, of which an optimizer's update makes v.
+ * Where m^2 > bound own, with m = a moment + (1 - a) g the new first moment, cross is first made at least
+ * m^2 / (bound known).
  * `dtype` is that of kernels.h: float32 or float64. own may not overlap the others. */
 void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
-                    const void *moment, const void *cross, const adpsgd_second *law, int64_t n);
+                    const void *moment, void *cross, const adpsgd_second *law, int64_t n);
 
 typedef struct {
   double rate;  /* 1 - b */

@@ -31,7 +31,7 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
-from hvd_adpsgd.training.model_average import mean_model
+from hvd_adpsgd.training.model_average import mean_model, mean_moments
 from hvd_adpsgd.training.pause import averaging_paused, resume
 from hvd_adpsgd.training.presence import held, live, order_as, renumber
 
@@ -298,7 +298,8 @@ def _admit(
     share = shares(model, len(senders))[senders.index(world.rank)] if world.rank in senders else ()
     with averaging_paused():
         values = mean_model(model, share)
-        data = _state_for(candidate, optimizers, state)
+        moments = mean_moments(live(), candidate is not None)
+        data = _state_for(candidate, optimizers, state, moments)
         new_group = _met(world, offer, senders, candidate)
         if new_group is None:
             if candidate is not None:
@@ -322,7 +323,10 @@ def _admit(
 
 
 def _state_for(
-    candidate: JoiningSuperLearner | None, optimizers: list[torch.optim.Optimizer], state: bytes
+    candidate: JoiningSuperLearner | None,
+    optimizers: list[torch.optim.Optimizer],
+    state: bytes,
+    moments: list[list[torch.Tensor]],
 ) -> memoryview | bytes:
     """Return the packed JoinState on the learner connected to the joining super learner; b"" on all others.
 
@@ -331,7 +335,7 @@ def _state_for(
     if candidate is None:
         return b""
     try:
-        return pack(JoinState(optimizers, state))
+        return pack(JoinState(optimizers, state, moments))
     except Exception as error:  # pickle raises errors of many types
         candidate.problem = f"the state of the optimizer cannot be pickled ({error})"
         return b""

@@ -67,9 +67,16 @@ class JoinState:
     Args:
         optimizers: the optimizers of the learner that sends this state.
         state: the `state` that the user passed to hvd.admit, packed.
+        moments: by Averaging, the means of `UpdateRule.moments`.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], state: bytes):
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        state: bytes,
+        moments: list[list[torch.Tensor]],
+    ):
+        self.moments = moments
         self.optimizers = [_without_averaging(optimizer.state_dict()) for optimizer in optimizers]
         self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
         self.state = state
@@ -83,6 +90,9 @@ class JoinState:
             averaging.rule.received = True
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
             load_in_place(optimizer, saved)
+        for averaging, moments in zip(live(), self.moments, strict=True):
+            for mine, mean in zip(averaging.rule.moments(), moments, strict=True):
+                mine.copy_(mean)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
                 checkpoint.load_state(averaging, state)

@@ -25,7 +25,7 @@ from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live
 
-__all__ = ["average_model", "averaged", "consensus_distance", "mean_model"]
+__all__ = ["average_model", "averaged", "consensus_distance", "mean_model", "mean_moments"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -274,6 +274,24 @@ def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, tor
     means = dict(zip((id(t) for t in named if id(t) in needed), found, strict=True))
     given = {i: means.get(id(tensors[i])) for i in wanted}
     return {i: tensors[i].detach().cpu().clone() if m is None else m for i, m in given.items()}
+
+
+def mean_moments(averagings: Sequence[Averaging], wanted: bool) -> list[list[torch.Tensor]]:
+    """Return means over the leaders of `UpdateRule.moments`, in host memory, for a joining learner.
+
+    All learners call it together.
+
+    Args:
+        averagings: those of this learner's optimizers.
+        wanted: whether this learner needs the means; else it gets empty lists.
+    """
+    tensors = [averaging.rule.moments() for averaging in averagings]
+    flat = [tensor for each in tensors for tensor in each]
+    if not flat:
+        return tensors
+    means = _means(worlds.current(), "mean_moments", flat, wanted=[wanted] * len(flat))[0]
+    rest = iter(means)
+    return [[next(rest) for _ in each] if wanted else [] for each in tensors]
 
 
 def _floating(

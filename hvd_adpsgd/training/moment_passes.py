@@ -27,7 +27,7 @@ class Second(NamedTuple):
         share: 1 / n.
         l2: factor of the parameter in the gradient.
         first: a, decay of the first moment per step; 1 if that includes the gradient already.
-        floor: v is at least so many times the square of the first moment.
+        bound: own gradients give no first moment whose square is larger than bound v_i.
     """
 
     decay: float
@@ -35,7 +35,7 @@ class Second(NamedTuple):
     share: float
     l2: float
     first: float
-    floor: float
+    bound: float
 
 
 class Product(NamedTuple):
@@ -71,7 +71,7 @@ def correct(
         gradients: without l2.
         parameters: their parameters.
         moment: first moments, without this step's gradients.
-        cross: x.
+        cross: x, raised where the moment cannot be of own gradients.
         lacking: q, a tensor of one number for each parameter.
     """
     left = []
@@ -99,20 +99,21 @@ def _correct_by_torch(
     lacking: Tensors,
 ) -> None:
     square = torch._foreach_add(gradients, parameters, alpha=law.l2)
-    floor = torch._foreach_lerp(square, moment, law.first)
-    torch._foreach_mul_(floor, floor)
-    torch._foreach_mul_(floor, law.floor)
+    received = torch._foreach_lerp(square, moment, law.first)
+    torch._foreach_mul_(received, received)
     torch._foreach_mul_(square, square)
     torch._foreach_mul_(square, 1 - law.decay)
     torch._foreach_copy_(own, second)
     torch._foreach_mul_(own, law.decay)
     torch._foreach_add_(own, square)
+    for x, received_square, v in zip(cross, received, own, strict=True):
+        least = torch.maximum(x, received_square / (law.bound * law.known))
+        x.copy_(torch.where(received_square > law.bound * v, least, x))
     mean = torch._foreach_mul(cross, law.known)
     weights = [q.expand_as(v) for q, v in zip(lacking, own, strict=True)]
     torch._foreach_addcmul_(mean, own, weights)
     torch._foreach_clamp_min_(mean, 0)
     torch._foreach_lerp_(mean, own, law.share)
-    torch._foreach_maximum_(mean, floor)
     torch._foreach_sub_(mean, square)
     torch._foreach_div_(mean, law.decay)
     torch._foreach_copy_(second, mean)

@@ -13,7 +13,7 @@ def correct(
     share: float,
     l2: float,
     first: float,
-    floor: float,
+    bound: float,
 ) -> None: ...
 def multiply(
     is_double: bool,

@@ -14,6 +14,7 @@ parameters. What an exchange adds to m_i tells m_j.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -93,14 +94,17 @@ class SharedMoments(UpdateRule):
         x <- b x + (1 - b) m_i (m_i + c / (r w)),   q <- b q
 
     q, 1 at first, is the weight of the products that x lacks: v has x + q v_i in place of x. Moments that
-    began with 0 are divided by 1 - decay^steps, as the optimizer does. v is at least m_i^2: where a super
-    learner has moments of its peers, but no gradient of its own, as in a row of an embedding, it moves by the
-    learning rate at most.
+    began with 0 are divided by 1 - decay^steps, as the optimizer does.
+
+    A first moment of own gradients has m_i^2 <= R^2 v_i, R^2 = (1 - a)^2 / ((1 - b) (1 - a^2 / b)), with a
+    the decay of the first moment (Cauchy-Schwarz). Where it is larger, it is of peers: of a row of an
+    embedding, for instance, that this super learner has not used. There x is made at least (m_i / R)^2, or
+    steps would have no bound.
 
     The noise of averaged moments is not independent: each holds parts of the others. The mean of m_i m_j
-    over all i and j is the square of the mean moment, G^2 + k s^2 / n, with k = (1 - a) / (1 + a) and a the
-    decay of the first moment. Squares, i = j, are the largest. So x exceeds G^2 by at most k s^2 / n: with
-    a = 0.9 that is 5 % of the noise that v has anyway.
+    over all i and j is the square of the mean moment, G^2 + k s^2 / n, with k = (1 - a) / (1 + a). Squares,
+    i = j, are the largest. So x exceeds G^2 by at most k s^2 / n: with a = 0.9 that is 5 % of the noise that
+    v has anyway.
 
     Args:
         model: see UpdateRule.
@@ -164,6 +168,9 @@ class SharedMoments(UpdateRule):
     def tensors(self) -> dict[str, Tensors]:
         return {"cross": self._cross, "lacking": self._lacking}
 
+    def moments(self) -> list[torch.Tensor]:
+        return list(self._moment)
+
     def reload(self) -> None:
         self._adopt()
 
@@ -213,12 +220,8 @@ class SharedMoments(UpdateRule):
         every = (self._other, self._moment, self._cross, self._lacking)
         own, moment, cross, lacking = ([tensors[i] for i in places] for tensors in every)
         decay = kind.second_decay(group)
-        known, training = 1 - decay**steps, self._training()
-        first, floor = 1.0, 0.0
-        if kind.first is not None and training > 1:
-            first = kind.first_decay(group)
-            floor = known / (1 - first**steps) ** 2
-        law = Second(decay, known, 1 / training, l2, first, floor)
+        known, first = 1 - decay**steps, 1.0 if kind.first is None else kind.first_decay(group)
+        law = Second(decay, known, 1 / self._training(), l2, first, _bound(first, decay, steps))
         skips = getattr(optimizer, "found_inf", None)  # GradScaler's, where the optimizer unscales
         before = None if skips is None else [v.clone() for v in second]
         correct(law, second, own, gradients, parameters, moment, cross, lacking)
@@ -266,6 +269,15 @@ class SharedMoments(UpdateRule):
     def _room(self, room: Tensors) -> Tensors:
         """Return memory for a copy of all first moments; on the host it is kept between steps."""
         return room + [torch.empty_like(moment) for moment in self._moment[len(room) :]]
+
+
+def _bound(first: float, second: float, steps: int) -> float:
+    """Return the largest m^2 / v that gradients can give, for moments of these decays after some steps."""
+    if first == 1:
+        return math.inf
+    ratio = first**2 / second
+    terms = steps if ratio == 1 else (1 - ratio**steps) / (1 - ratio)
+    return (1 - first) ** 2 / (1 - second) * terms
 
 
 def _by(values: list[int], places: Iterable[int]) -> list[tuple[int, list[int]]]:

@@ -27,8 +27,8 @@ class UpdateRule:
     Attributes:
         own: whether the rule's state differs between super learners and fits only one of them.
         in_update: whether the rule has a `before_update`.
-        received: whether averaged tensors hold the mean of other super learners, which stays when the state
-            of one of these is loaded.
+        received: whether `moments` hold the mean of other super learners, which stays when the state of one
+            of these is loaded.
     """
 
     own = False
@@ -51,6 +51,10 @@ class UpdateRule:
         self.model += [tensor for _, tensor in named]
         self.names += [name for name, _ in named]
         return list(named)
+
+    def moments(self) -> list[torch.Tensor]:
+        """Return tensors whose mean over super learners a joining one receives, besides the model."""
+        return []
 
     def reload(self) -> None:
         """Hook after a state of the optimizer was loaded."""

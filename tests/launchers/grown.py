@@ -23,6 +23,7 @@ def require_grown(
         assert [len(after[1]) for _, _, after in each["told"]] == sizes
         for _, before, after in each["told"]:
             assert math.isclose(before[0], after[0], rel_tol=1e-12)
+            assert math.isclose(before[2], after[2], rel_tol=1e-12)
         assert each["new"] or "pickled for a joining learner, on learner 0: " in each["refused"]
         assert each["changes"][-1] == list(range(learners))
         assert len(each["changes"]) == len(sizes) or each["new"]

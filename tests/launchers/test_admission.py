@@ -157,6 +157,16 @@ def test_a_job_of_one_super_learner_becomes_one_of_two(
 
 
 @pytest.mark.extended
+def test_moments_that_are_shared(launches: Launches) -> None:
+    """A joining super learner has the mean of the first moments, too."""
+    told = launches.start_job(3, "srun", "--adamw")
+    launches.start(1, None, told, "--size", 3, "--adamw")
+    facts = launches.facts()
+    require_grown(facts, [3], 3)
+    assert any(before[2] != 0 for _, before, _ in facts[0]["told"])
+
+
+@pytest.mark.extended
 def test_models_in_shards(launches: Launches) -> None:
     """A joining super learner needs a learner for each shard, and may have more."""
     cut = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_SHARD": "auto"}

@@ -364,6 +364,36 @@ def test_a_super_learner_joins(strategy: str, who: int) -> None:
     assert outcome.points[-1].loss < outcome.points[0].loss
 
 
+def test_a_super_learner_that_joins_has_the_mean_of_shared_moments() -> None:
+    run = EngineRun(Training(
+        task(optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01)), network(), cluster(4, seed=1),
+        [Fault(1.0, "join", 4)], Budget(160, 1e6, 1), lambda share: None,
+    ))  # fmt: skip
+    moments = []
+
+    def joins(process: int, joins: Callable[[int], None] = run.joins) -> None:
+        before = run._learners[process].rule.averaged()[-1][1].clone()
+        joins(process)
+        for learner in run._learners:
+            state = learner.optimizer.state[learner.parameters[-1]]
+            moments.append(state["exp_avg"] is learner.rule.averaged()[-1][1])
+        moments.append(torch.equal(before, run._learners[process].rule.averaged()[-1][1]))
+
+    run.joins = joins  # type: ignore[method-assign]
+    assert run.run().joined == 1
+    assert moments == 6 * [True]
+    assert run._learners[4].steps > 5
+
+
+def test_moments_are_shared_unless_they_are_to_be_own() -> None:
+    adamw = task(optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01))
+    shared, again, own = (
+        train(adamw, cluster(4), steps=30, moments=moments) for moments in (None, "shared", "own")
+    )
+    assert shared.digest == again.digest != own.digest
+    assert shared.sent_bytes > 1.7 * own.sent_bytes
+
+
 def test_where_gradients_are_averaged_a_joining_super_learner_has_the_same_model() -> None:
     run = EngineRun(Training(
         task(), network(), cluster(3, strategy="delayed_gradients"), [Fault(1.0, "join", 3)],

@@ -50,7 +50,7 @@ def test_a_load_in_place_fills_tensors_too(how: str) -> None:
     if how == "in place":
         load_in_place(taker, copy.deepcopy(giver.state_dict()))
     else:
-        unpack(pack(JoinState([giver], b""))).give([taker])
+        unpack(pack(JoinState([giver], b"", []))).give([taker])
     assert same(held(taker), objects)
     assert same(tensors(taker), before)
     assert [t.tolist() for t in tensors(taker)] == [t.tolist() for t in tensors(giver)]
@@ -65,7 +65,11 @@ def averaging(step: int, value: float) -> Any:
         pauses=0,
         restart=False,
         rule=types.SimpleNamespace(
-            own=False, received=False, reload=lambda: None, tensors=lambda: {"momentum": [held]}
+            own=False,
+            received=False,
+            reload=lambda: None,
+            moments=list,
+            tensors=lambda: {"momentum": [held]},
         ),
         plan=types.SimpleNamespace(in_step=Rounds(), width=0),
         spec=types.SimpleNamespace(strategy=strategy),
@@ -78,7 +82,7 @@ def test_a_join_gives_the_averaging_too_and_warns_of_nothing(
 ) -> None:
     """Exchanges owe nothing to what a joining super learner has trained before: its engine is new."""
     monkeypatch.setattr(join_state, "live", lambda: [averaging(step=9, value=2.0)])
-    gift = pack(JoinState([used()], b""))
+    gift = pack(JoinState([used()], b"", [[]]))
     taker = averaging(step=3, value=0.0)
     monkeypatch.setattr(join_state, "live", lambda: [taker])
     unpack(gift).give([used()])

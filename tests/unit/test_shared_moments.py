@@ -85,6 +85,7 @@ def test_the_optimizer_steps_with_the_second_moment_of_the_law(name: str) -> Non
     first, second = decays(peer)
     own = [torch.zeros(SIZE, dtype=torch.float64) for _ in range(2)]
     moment, cross, lacking = copy.deepcopy(own), copy.deepcopy(own), 1.0
+    seen = not plain.kind.first
     for step in range(1, 30):
         gradients, added = drawn(random), drawn(random) if step % 3 else None
         for p, g in zip(plain.parameters, gradients, strict=True):
@@ -97,10 +98,16 @@ def test_the_optimizer_steps_with_the_second_moment_of_the_law(name: str) -> Non
             g = g + l2 * p.detach()
             own[i] = second * own[i] + (1 - second) * g**2
             moment[i] = first * moment[i] + (1 - first) * (-g if group["maximize"] else g)
+            bound = (
+                (1 - first) ** 2 / (1 - second) * sum((first**2 / second) ** k for k in range(step))
+            )
+            if plain.kind.first and step > 1:
+                received = moment[i] ** 2 > bound * own[i]
+                least = moment[i] ** 2 / bound / (1 - second**step)
+                cross[i] = torch.where(received, torch.maximum(cross[i], least), cross[i])
+                seen |= bool(received.any())
             x = (1 - second**step) * cross[i] + lacking * own[i]
             v = own[i] / n + (1 - 1 / n) * x.clamp(min=0)
-            if plain.kind.first:
-                v = torch.maximum(v, (1 - second**step) * (moment[i] / (1 - first**step)) ** 2)
             wanted.append(v if step > 1 else own[i])
             if step > 1:
                 before = (v - (1 - second) * g**2) / second
@@ -129,6 +136,8 @@ def test_the_optimizer_steps_with_the_second_moment_of_the_law(name: str) -> Non
             assert all(
                 a is b for a, b in zip(peer.moments, peer.state(peer.kind.first), strict=True)
             )
+
+    assert seen  # moments that only peers can have given
 
 
 def test_without_peers_nothing_changes() -> None:

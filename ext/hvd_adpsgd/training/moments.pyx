@@ -11,9 +11,9 @@ cdef extern from "kernels.h" nogil:
 
 cdef extern from "moments.h" nogil:
     ctypedef struct adpsgd_second:
-        double lacking, decay, known, share, l2, first, floor
+        double lacking, decay, known, share, l2, first, bound
     void adpsgd_correct(int dtype, void* second, void* own, const void* gradient, const void* parameter,
-                        const void* moment, const void* cross, const adpsgd_second* law, int64_t n)
+                        const void* moment, void* cross, const adpsgd_second* law, int64_t n)
     ctypedef struct adpsgd_product:
         double rate, scale, known
     void adpsgd_multiply(int dtype, void* cross, const void* moment, const void* before, const void* offered,
@@ -22,16 +22,16 @@ cdef extern from "moments.h" nogil:
 
 def correct(bint is_double, int64_t n, uintptr_t second, uintptr_t own, uintptr_t gradient, uintptr_t parameter,
             uintptr_t moment, uintptr_t cross, double lacking, double decay, double known, double share, double l2,
-            double first, double floor):
+            double first, double bound):
     """Let an optimizer's update make v of `second`; own = the second moment of this super learner: see moments.h.
 
     Args:
         is_double: float64, else float32.
         n: elements of each array.
         second, own, gradient, parameter, moment, cross: addresses of the arrays.
-        lacking, decay, known, share, l2, first, floor: see moments.h.
+        lacking, decay, known, share, l2, first, bound: see moments.h.
     """
-    cdef adpsgd_second law = [lacking, decay, known, share, l2, first, floor]
+    cdef adpsgd_second law = [lacking, decay, known, share, l2, first, bound]
     with nogil:
         adpsgd_correct(ADPSGD_FLOAT64 if is_double else ADPSGD_FLOAT32, <void*>second, <void*>own, <void*>gradient,
                        <void*>parameter, <void*>moment, <void*>cross, &law, n)

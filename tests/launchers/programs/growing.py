@@ -27,12 +27,16 @@ from hvd_adpsgd.training.join_state import JoinState
 STEPS = 5
 
 
-def mean(model: torch.nn.Module) -> tuple[float, list[int]]:
-    """Of the super learners' models, and the numbers of these."""
+def mean(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, list[int], float]:
+    """Of the super learners' models, the numbers of these, and the mean of their shared moments."""
     with hvd.averaging_paused():
-        mine = (hvd.super_rank(), float(model.weight.detach().mean()))
+        moment = optimizer.state.get(model.weight, {}).get("exp_avg", torch.zeros(1))
+        mine = (hvd.super_rank(), (float(model.weight.detach().mean()), float(moment.mean())))
         means = dict(hvd.allgather_object(mine))
-    return sum(means.values()) / len(means), sorted(means)
+    sums = [sum(values) for values in zip(*means.values(), strict=True)]
+    return sums[0] / len(means), sorted(means), sums[1] / len(means)
 
 
 def averages() -> bool:
@@ -96,6 +100,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True, help="of super learners, in the end")
     parser.add_argument("--after", type=int, default=5)
     parser.add_argument("--averaging", default="random_pairs")
+    parser.add_argument("--adamw", action="store_true", help="in place of SGD")
     parser.add_argument("--inputs", type=int, default=1000, help="of the model")
     parser.add_argument("--seconds", type=float, default=200.0, help="then all give up")
     parser.add_argument("--dies", default="", help="when: see die_at")
@@ -117,7 +122,9 @@ def main() -> None:
     with torch.no_grad():
         model.weight.fill_(hvd.super_rank() + 1.0)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
+        torch.optim.AdamW(model.parameters(), lr=0.01)
+        if args.adamw
+        else torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5),
         named_parameters=model.named_parameters(),
         averaging=args.averaging,
     )
@@ -137,7 +144,7 @@ def main() -> None:
     slowest_s, watched = 0.0, epolls()
     first = [float(model.weight.detach().min()), float(model.weight.detach().max())]
     while True:
-        now = mean(model)
+        now = mean(model, optimizer)
         before = state["before"]
         if before is not None and len(before[1]) < len(now[1]):
             state["told"].append((state["epoch"], before, now))
@@ -153,7 +160,7 @@ def main() -> None:
             optimizer.step()
             time.sleep(0.01)  # of a step, for which a machine may have too few cores
         state["epoch"] += 1
-        state["before"] = mean(model)
+        state["before"] = mean(model, optimizer)
         began = time.monotonic()
         state = hvd.admit(model, optimizer, state)
         slowest_s = max(slowest_s, time.monotonic() - began)
