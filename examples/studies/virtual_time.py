@@ -3,10 +3,12 @@
     python -m examples.studies.virtual_time                   4 processes, 3 seeds; a few minutes
     python -m examples.studies.virtual_time --seeds 1 --steps 60
     python -m examples.studies.virtual_time --strategy delay_by_one
+    python -m examples.studies.virtual_time --task examples/byte_transformer.py --steps 300 --moments own
 
 Every step computes a gradient and then sleeps until --step is over, so that 4 processes fit on 2 cores. The
 job in virtual time has the same task (--task), strategy, batches and steps, and what averaging costs on this
-machine (`bench calibrate`). Compared are the loss of the mean model over samples, and the steps per second.
+machine (`bench calibrate`). Compared are the loss of the mean model over samples, its evaluation at the end, and
+the steps per second.
 Written to --out: result.json, and all runs.
 """
 
@@ -43,6 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--step", type=float, default=0.03, help="seconds of a step (default: 0.03)")
     add("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     add("--strategy", default="random_pairs")
+    add("--moments", choices=("shared", "own"), help="the option of this name")
     add("--out", type=Path, default=Path("out/virtual_time"))
     add("--learner", metavar="FILE", help=argparse.SUPPRESS)
     add("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -72,7 +75,10 @@ def learn(options: argparse.Namespace) -> None:
     optimizer = task.new_optimizer(list(model.parameters()))
     schedule = task.new_schedule(optimizer)
     wrapped = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), averaging=options.strategy
+        optimizer,
+        named_parameters=model.named_parameters(),
+        averaging=None if options.strategy == "synchronous" else options.strategy,
+        moments=options.moments,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     stream = task.stream(hvd.rank(), hvd.size(), options.seed)
@@ -93,7 +99,8 @@ def learn(options: argparse.Namespace) -> None:
         took += time.monotonic() - began
         with hvd.averaged(model), torch.no_grad():
             loss = sum(task.loss_of(model, probe).item() for probe in probes) / len(probes)
-        points.append({"samples": samples * hvd.size(), "loss": loss})
+            evaluation = task.evaluation(model)
+        points.append({"samples": samples * hvd.size(), "loss": loss, "evaluation": evaluation})
     rates = hvd.allgather_object(options.steps / took)
     if hvd.rank() == 0:
         found = {"points": points, "steps_per_s": sum(rates)}
@@ -125,7 +132,9 @@ def real(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     for name in ("task", "steps", "step", "strategy"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--seed", str(seed), "--learner", str(file)]
-    performed(command, {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"})
+    command += ["--moments", options.moments] if options.moments else []
+    variables = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    performed(command, {**variables, "HVD_ADPSGD_AVERAGING": options.strategy})
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -137,6 +146,7 @@ def simulated(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     command += ["--super-learners", str(options.learners), "--steps", str(options.steps)]
     command += ["--step", f"{options.step}s", "--network", NETWORK, "--points", str(PARTS)]
     command += ["--strategy", options.strategy, "--random-seed", str(seed)]
+    command += ["--moments", options.moments] if options.moments else []
     command += ["--calibration", str(options.out / "calibration.json"), "--json", str(file)]
     performed(command)
     (found,) = json.loads(file.read_text())["runs"]
@@ -160,9 +170,16 @@ def compared(real: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> dic
                 "within": len(ours) < 2 or apart <= spread,
             }
         )
+    evaluations = {
+        name: [
+            [one["points"][-1]["evaluation"][name] for one in runs] for runs in (real, simulated)
+        ]
+        for name in real[0]["points"][-1]["evaluation"]
+    }
     speeds = [statistics.mean(one["steps_per_s"] for one in runs) for runs in (real, simulated)]
     return {
         "points": rows,
+        "evaluations": evaluations,
         "real_steps_per_s": speeds[0],
         "simulated_steps_per_s": speeds[1],
         "ratio": speeds[1] / speeds[0],
@@ -187,6 +204,9 @@ def main(options: argparse.Namespace) -> None:
         shown = ["  ".join(f"{loss:.4f}" for loss in row[name]) for name in ("real", "simulated")]
         verdict = "within the spread of seeds" if row["within"] else f"apart by {row['apart']:.4f}"
         print(f"{row['samples']:10}  {shown[0]}    {shown[1]}    {verdict}")
+    for name, both in result["evaluations"].items():
+        shown = ["  ".join(f"{value:.4f}" for value in its) for its in both]
+        print(f"{name} at the end: {shown[0]} on processes, {shown[1]} in virtual time")
     print(
         f"steps per second: {result['real_steps_per_s']:.1f} on processes, "
         f"{result['simulated_steps_per_s']:.1f} in virtual time, ratio {result['ratio']:.3f}"
