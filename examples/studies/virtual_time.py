@@ -7,8 +7,8 @@
 
 Every step computes a gradient and then sleeps until --step is over, so that 4 processes fit on 2 cores. The
 job in virtual time has the same task (--task), strategy, batches and steps, and what averaging costs on this
-machine (`bench calibrate`). Compared are the loss of the mean model over samples, its evaluation at the end, and
-the steps per second.
+machine (`bench calibrate`). Compared are the loss of the mean model over samples, its evaluation at the end,
+and the steps per second.
 Written to --out: result.json, and all runs.
 """
 

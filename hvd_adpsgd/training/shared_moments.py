@@ -240,6 +240,7 @@ class SharedMoments(UpdateRule):
             self._adopt()
 
     def before_corrections(self) -> None:
+        self._arrivals()  # of corrections that were added elsewhere, as in hvd.join
         self._other = self._room(self._other)
         torch._foreach_copy_(self._other, self._moment)
 
