@@ -21,7 +21,8 @@
       mean = mean > 0 ? mean : 0;                                                                        \
       cross[i] = x;                                                                                      \
       own[i] = mine;                                                                                     \
-      second[i] = (mean + share * (mine - mean) - fresh) / decay;                                        \
+      T given = (mean + share * (mine - mean) - fresh) / decay;                                          \
+      second[i] = mine - mine == 0 ? given : second[i]; /* unless own is infinite or not a number */     \
     }                                                                                                    \
   }                                                                                                      \
   ADPSGD_VECTOR static void multiply_##T(T *restrict cross, const T *restrict moment,                    \

@@ -15,7 +15,8 @@ typedef struct {
 } adpsgd_second;
 
 /* With g = gradient + l2 parameter, own = b second + (1 - b) g^2, mean = max(0, known cross + q own) and
- * v = mean + (own - mean) / n: second = (v - (1 - b) g^2) / b, of which an optimizer's update makes v.
+ * v = mean + (own - mean) / n: second = (v - (1 - b) g^2) / b, of which an optimizer's update makes v;
+ * unchanged where own is not finite.
  * Where m^2 > bound own, with m = a moment + (1 - a) g the new first moment, cross is first made at least
  * m^2 / (bound known).
  * `dtype` is that of kernels.h: float32 or float64. own may not overlap the others. */

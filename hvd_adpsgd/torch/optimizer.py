@@ -191,10 +191,25 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     mine = wrapped._averaging = Averaging(world, spec, new_number(world))
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
+    if mine.rule.in_update:
+        _hook_first(wrapped, mine)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
     weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops averaging at exit
     bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
     return wrapped
+
+
+def _hook_first(wrapped: Any, averaging: Averaging) -> None:
+    """Let `after_update` run before the script's step hooks, which may read the optimizer's state."""
+    plain = weakref.ref(averaging)
+
+    def end(*_: Any) -> None:
+        if (its := plain()) is not None:
+            its.after_update()
+
+    hook = wrapped.register_step_post_hook(end)
+    wrapped._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+    averaging.at_stop.append(hook.remove)
 
 
 def _join_if_synchronous(world: World, strategy: Strategy) -> World:
@@ -275,7 +290,10 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
                 averaging.finish_step()
                 return None
         with averaging.record.part("optimizer", averaging.step):
-            loss = self._parent.step(self, _synchronized(self, closure))
+            try:
+                loss = self._parent.step(self, _synchronized(self, closure))
+            finally:
+                averaging.after_update()
         averaging.finish_step()
         return loss
 

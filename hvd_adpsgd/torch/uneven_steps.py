@@ -157,7 +157,10 @@ def _copy_model(averaging: Averaging, root: int) -> None:
     tensors = [*averaging.tensors.parameters.tensors, *rules]
     optimizer = averaging.optimizer()
     if optimizer is not None:
-        tensors += _state_tensors(optimizer, root)
+        made = _state_tensors(optimizer, root)
+        averaging.rule.reload()  # replaces those that are averaged, too, so that all learners broadcast alike
+        held = {id(value) for its in optimizer.state.values() for value in its.values()}
+        tensors += [tensor for tensor in made if id(tensor) in held]
     _broadcast(list({id(tensor): tensor for tensor in tensors}.values()), root)
 
 

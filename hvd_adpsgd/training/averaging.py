@@ -248,6 +248,11 @@ class Averaging:
         self.rule.before_update()
 
     @torch.no_grad()
+    def after_update(self) -> None:
+        """End what `before_update` has prepared; may be called again."""
+        self.rule.after_update()
+
+    @torch.no_grad()
     def finish_step(self) -> None:
         """Add corrections from exchanges to the model, offer it to peers, run the round of this step, if any.
 

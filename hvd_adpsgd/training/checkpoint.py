@@ -52,6 +52,8 @@ def load_state(averaging: Averaging, state: dict[str, Any] | None) -> None:
         )
     averaging.rule.reload()
     averaging.restart = True
+    if averaging.rule.in_update:  # at once: learners may be given the state before the next step
+        averaging.rule.start()
     if state is None:
         return
     reason = _reason_against(averaging, state)

@@ -12,9 +12,10 @@ import torch
 
 from hvd_adpsgd.training import moments
 
-__all__ = ["Product", "Second", "correct", "multiply"]
+__all__ = ["NEEDED", "Product", "Second", "copy_all", "correct", "multiply"]
 
 Tensors = list[torch.Tensor]
+NEEDED = ("_foreach_sign", "_foreach_lerp", "_foreach_norm", "_foreach_clamp_min")  # of torch
 _COMPILED = (torch.float32, torch.float64)
 
 
@@ -50,6 +51,15 @@ class Product(NamedTuple):
     rate: float
     scale: float
     known: float
+
+
+def copy_all(targets: Tensors, values: Tensors) -> None:
+    """Copy each value to its target."""
+    if hasattr(torch, "_foreach_copy_") and targets:
+        torch._foreach_copy_(targets, values)
+        return
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
 def correct(
@@ -103,7 +113,7 @@ def _correct_by_torch(
     torch._foreach_mul_(received, received)
     torch._foreach_mul_(square, square)
     torch._foreach_mul_(square, 1 - law.decay)
-    torch._foreach_copy_(own, second)
+    copy_all(own, second)
     torch._foreach_mul_(own, law.decay)
     torch._foreach_add_(own, square)
     for x, received_square, v in zip(cross, received, own, strict=True):
@@ -116,7 +126,8 @@ def _correct_by_torch(
     torch._foreach_lerp_(mean, own, law.share)
     torch._foreach_sub_(mean, square)
     torch._foreach_div_(mean, law.decay)
-    torch._foreach_copy_(second, mean)
+    for v, given, mine in zip(second, mean, own, strict=True):
+        v.copy_(torch.where(torch.isfinite(mine), given, v))
 
 
 def multiply(

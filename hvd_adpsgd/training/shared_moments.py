@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from hvd_adpsgd.training.moment_passes import Product, Second, correct, multiply
+from hvd_adpsgd.training.moment_passes import (
+    NEEDED,
+    Product,
+    Second,
+    copy_all,
+    correct,
+    multiply,
+)
 from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
 __all__ = ["Adaptive", "SharedMoments", "adaptive"]
@@ -55,6 +62,7 @@ _KINDS: dict[type[torch.optim.Optimizer], Adaptive] = {
     torch.optim.RAdam: _ADAM,
     torch.optim.RMSprop: _RMSPROP,
 }
+_LARGEST = 80.0  # logarithm of the largest bound, a float32
 _16_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -72,6 +80,8 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
         for kind in type(optimizer).__mro__[: type(optimizer).__mro__.index(known[0])]
     ):
         return f"{name} has a step() of its own"
+    if lacking := [function for function in NEEDED if not hasattr(torch, function)]:
+        return f"torch {torch.__version__} has no {lacking[0]}"
     for group in optimizer.param_groups:
         for option in ("centered", "differentiable"):
             if group.get(option):
@@ -180,6 +190,8 @@ class SharedMoments(UpdateRule):
         for i, parameter in enumerate(self.model):
             its = state.get(parameter)
             if not its:
+                if self._steps[i]:  # the state was emptied
+                    self._forget(i)
                 continue
             step, is_new = its["step"], not self._steps[i]
             if first is not None and its[first] is not self._moment[i]:
@@ -189,12 +201,20 @@ class SharedMoments(UpdateRule):
             if is_new or not isinstance(step, torch.Tensor) or step.device.type == "cpu":
                 self._steps[i] = int(step)  # on a device it would wait for the device
 
+    def _forget(self, i: int) -> None:
+        """Begin anew with a parameter."""
+        self._steps[i] = 0
+        self._cross[i].zero_()
+        self._lacking[i].fill_(1)
+        if not self.received:
+            self._moment[i].zero_()
+
     # ---- the step -----------------------------------------------------------------------------
 
     def before_update(self) -> None:
         self._adopt()
         self._offered = self._room(self._offered)
-        torch._foreach_copy_(self._offered, self._moment)
+        copy_all(self._offered, self._moment)
         self._other = self._room(self._other)
         self._follows = True
         for group in self._optimizer().param_groups:
@@ -209,17 +229,18 @@ class SharedMoments(UpdateRule):
         kind, optimizer = self._kind, self._optimizer()
         parameters = [self.model[i] for i in places]
         gradients = _seen(optimizer, parameters, group)
-        l2 = _l2(group)
+        l2 = _l2(optimizer, group)
         if kind.first is None:
             seen = torch._foreach_add(gradients, parameters, alpha=l2) if l2 else gradients
             moments = [self._moment[i] for i in places]
             torch._foreach_lerp_(moments, seen, 1 - kind.first_decay(group))
-        if steps == 1:  # there are no products yet: v is v_i
+        decay = kind.second_decay(group)
+        # in the first step there are no products yet: v is v_i; with decay 0 it is the square of the gradient
+        if steps == 1 or decay == 0:
             return
         second = [optimizer.state[p][kind.second] for p in parameters]
         every = (self._other, self._moment, self._cross, self._lacking)
         own, moment, cross, lacking = ([tensors[i] for i in places] for tensors in every)
-        decay = kind.second_decay(group)
         known, first = 1 - decay**steps, 1.0 if kind.first is None else kind.first_decay(group)
         law = Second(decay, known, 1 / self._training(), l2, first, _bound(first, decay, steps))
         skips = getattr(optimizer, "found_inf", None)  # GradScaler's, where the optimizer unscales
@@ -230,19 +251,20 @@ class SharedMoments(UpdateRule):
                 mine.copy_(torch.where(skips.to(v.device) > 0, v, mine))
         self._corrected += places
 
-    def pass_time(self) -> None:
+    def after_update(self) -> None:
         optimizer, its = self._optimizer(), self._corrected
-        if its:
-            second = [optimizer.state[self.model[i]][self._kind.second] for i in its]
-            torch._foreach_copy_(second, [self._other[i] for i in its])
+        second = [optimizer.state[self.model[i]][self._kind.second] for i in its]
+        copy_all(second, [self._other[i] for i in its])
         self._corrected = []
+
+    def pass_time(self) -> None:
         if 1 in self._steps:  # the optimizer has made their state in this step
             self._adopt()
 
     def before_corrections(self) -> None:
         self._arrivals()  # of corrections that were added elsewhere, as in hvd.join
         self._other = self._room(self._other)
-        torch._foreach_copy_(self._other, self._moment)
+        copy_all(self._other, self._moment)
 
     def after_corrections(self) -> None:
         arrivals = self._arrivals()
@@ -277,6 +299,8 @@ def _bound(first: float, second: float, steps: int) -> float:
     if first == 1:
         return math.inf
     ratio = first**2 / second
+    if ratio > 1 and steps * math.log(ratio) > _LARGEST:
+        return math.inf
     terms = steps if ratio == 1 else (1 - ratio**steps) / (1 - ratio)
     return (1 - first) ** 2 / (1 - second) * terms
 
@@ -298,6 +322,8 @@ def _seen(optimizer: torch.optim.Optimizer, parameters: Tensors, group: Group) -
     return list(torch._foreach_neg(found)) if group.get("maximize") else found
 
 
-def _l2(group: Group) -> float:
+def _l2(optimizer: torch.optim.Optimizer, group: Group) -> float:
     """Return the factor with which the optimizer adds the parameter to its gradient."""
-    return 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0))
+    # older torch has no such entry in the groups of AdamW
+    decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW)
+    return 0.0 if decoupled else float(group.get("weight_decay", 0))

@@ -65,6 +65,9 @@ class UpdateRule:
     def before_update(self) -> None:
         """Hook in the optimizer's step, after the script's step hooks: gradients are what it updates with."""
 
+    def after_update(self) -> None:
+        """Hook after the optimizer's update, before the script's step hooks; and when the step raises."""
+
     def pass_time(self) -> None:
         """Hook after the optimizer has stepped: advance the rule by one unit of time."""
 

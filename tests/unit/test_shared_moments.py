@@ -57,6 +57,7 @@ class Peer:
             parameter.grad = gradient.clone()
         self.rule.before_update()
         self.optimizer.step()
+        self.rule.after_update()
         self.rule.pass_time()
         self.rule.before_corrections()
         self.arrivals = r if added is not None else 0.0
@@ -267,6 +268,64 @@ def test_a_step_that_grad_scaler_skips_changes_no_state() -> None:
     scaled.step([torch.full((SIZE,), torch.inf) for _ in range(2)])
     after = [p.tolist() for p in (*scaled.parameters, *scaled.state("exp_avg_sq"), *scaled.moments)]
     assert after == before
+
+
+def test_a_state_that_was_emptied_begins_anew() -> None:
+    random = torch.Generator().manual_seed(6)
+    peer, fresh = Peer(OPTIMIZERS["AdamW"], 2), Peer(OPTIMIZERS["AdamW"], 2)
+    for _ in range(3):
+        peer.step(drawn(random), drawn(random))
+    peer.optimizer.state.clear()
+    with torch.no_grad():
+        torch._foreach_copy_(peer.parameters, fresh.parameters)
+    for _ in range(5):
+        gradients, added = drawn(random), drawn(random)
+        peer.step(gradients, added)
+        fresh.step(gradients, added)
+        torch.testing.assert_close(peer.parameters, fresh.parameters)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda ps: torch.optim.Adam(ps, betas=(0.9, 0.0)),
+        lambda ps: torch.optim.RMSprop(ps, alpha=0.0),
+        lambda ps: torch.optim.Adam(ps, betas=(0.9, 0.5)),  # the bound grows without end
+        lambda ps: torch.optim.Adam(ps, betas=(0.0, 0.9)),
+    ],
+)
+def test_extreme_decays(made: Made) -> None:
+    peer, random = Peer(made, 4, torch.float32), torch.Generator().manual_seed(7)
+    for step in range(5):
+        if step == 2:
+            for its in peer.optimizer.state.values():
+                its["step"] = torch.tensor(100_000.0)
+        gradients, added = ([t.float() for t in drawn(random)] for _ in range(2))
+        peer.step(gradients, added)
+        assert all(bool(torch.isfinite(p).all()) for p in peer.parameters)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, foreach", "AdamW, fused"])
+def test_a_gradient_whose_square_is_infinite(name: str) -> None:
+    """As with moments of one's own: the parameter stays."""
+    peer, random = Peer(OPTIMIZERS[name], 4, torch.float32), torch.Generator().manual_seed(8)
+    for scale in (1, 1, 1e21, 1):
+        gradients, added = ([t.float() for t in drawn(random)] for _ in range(2))
+        peer.step([scale * g for g in gradients], added)
+        assert all(bool(torch.isfinite(p).all()) for p in peer.parameters)
+
+
+def test_without_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = torch.optim.AdamW([parameter])
+    kind = adaptive(optimizer)
+    assert isinstance(kind, Adaptive)
+    rule = SharedMoments([], lambda: optimizer, kind, lambda: 0.5, lambda: 2, lambda: 1.0)
+    rule.start()
+    rule.before_update()
+    rule.after_update()
+    rule.before_corrections()
+    rule.after_corrections()
 
 
 class Stepping(torch.optim.AdamW):

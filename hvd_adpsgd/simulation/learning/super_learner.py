@@ -129,6 +129,7 @@ class SuperLearner:
             self._task.run("optimizer(parameters).step()", self.optimizer.step)
         if self.schedule is not None:
             self._task.run("schedule(optimizer).step()", self.schedule.step)
+        self.rule.after_update()
         self.optimizer.zero_grad()  # frees the gradients: only one super learner has some at a time
         with torch.no_grad():
             self.rule.pass_time()

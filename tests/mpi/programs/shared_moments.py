@@ -1,0 +1,140 @@
+"""AdamW with shared moments, 2 super learners of 2: mates stay equal, whatever is loaded."""
+
+import copy
+import json
+from typing import Any
+
+import torch
+from learner import digest, same_inside, say
+from torch import nn
+
+import hvd_adpsgd.torch as hvd
+
+INPUTS = 9
+
+
+def wrapped(**how: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    return model, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), **how)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(100 * step + hvd.rank())
+        optimizer.zero_grad()
+        model(torch.randn(4, INPUTS)).square().mean().backward()
+        optimizer.step()
+
+
+def until_exchanged(model: nn.Module, optimizer: Any) -> int:
+    """Train until both super learners have exchanged; the same number of steps inside a super learner."""
+    steps = 0
+    while not all(hvd.allgather_object(hvd.metrics()["exchanges"] > 0 or not hvd.is_leader())):
+        train(model, optimizer, 5)
+        steps += 5
+    train(model, optimizer, 10)
+    return steps
+
+
+def held(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Parameters, and the optimizer's state."""
+    state = [optimizer.state[p] for p in model.parameters()]
+    moments = [its[name] for its in state for name in ("exp_avg", "exp_avg_sq")]
+    return [*(p.detach() for p in model.parameters()), *moments]
+
+
+def facts(case: str, model: nn.Module, optimizer: Any, **more: Any) -> None:
+    tensors = held(model, optimizer)
+    finite = all(bool(torch.isfinite(t).all()) for t in tensors)
+    say(case=case, same=same_inside(tensors), finite=finite, **more)
+
+
+def plain_state(steps: int) -> dict[str, Any]:
+    """The state of torch's AdamW after some steps of a model of the same shape."""
+    model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, INPUTS)).square().mean().backward()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+def hooks() -> None:
+    """A step hook reads the second moment: its own, as after the step; and an error in it changes nothing."""
+    model, optimizer = wrapped()
+    seen: list[str] = []
+
+    def look(*_: Any) -> None:
+        seen.append(digest([optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]))
+
+    optimizer.register_step_post_hook(look)
+    until_exchanged(model, optimizer)
+    after = digest([optimizer.state[p]["exp_avg_sq"] for p in model.parameters()])
+    facts("hooks", model, optimizer, own=seen[-1] == after)
+    optimizer.close()
+
+
+def emptied() -> None:
+    """The state from before the first step is loaded again; then the root's, which is empty, is broadcast."""
+    model, optimizer = wrapped()
+    first = copy.deepcopy(optimizer.state_dict())
+    until_exchanged(model, optimizer)
+    with hvd.averaging_paused():
+        optimizer.load_state_dict(first)
+    train(model, optimizer, 10)
+    steps = {int(its["step"]) for its in optimizer.state.values()}
+    facts("emptied", model, optimizer, steps=sorted(steps))
+    optimizer.close()
+
+
+def from_plain() -> None:
+    """Learner 0 alone loads a checkpoint of plain AdamW, and all receive its state."""
+    model, optimizer = wrapped()
+    until_exchanged(model, optimizer)
+    with hvd.averaging_paused():
+        if hvd.rank() == 0:
+            optimizer.load_state_dict(plain_state(50))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, 10)
+    steps = {int(its["step"]) for its in optimizer.state.values()}
+    cross = same_inside(optimizer.state_dict()["averaging"]["rule"]["cross"])
+    facts("from_plain", model, optimizer, steps=sorted(steps), cross=cross)
+    optimizer.close()
+
+
+def to_plain() -> None:
+    """The state goes into plain AdamW, and back."""
+    model, optimizer = wrapped()
+    until_exchanged(model, optimizer)
+    state = json.loads(json.dumps(sorted(optimizer.state_dict())))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with hvd.averaging_paused():
+        optimizer.load_state_dict(plain.state_dict())
+    train(model, optimizer, 5)
+    facts("to_plain", model, optimizer, keys=state)
+    optimizer.close()
+
+
+def joined() -> None:
+    """A learner joins before its first step; its mate has trained."""
+    model, optimizer = wrapped()
+    train(model, optimizer, 0 if hvd.rank() == 1 else 5)
+    hvd.join()
+    train(model, optimizer, 10)
+    facts("joined", model, optimizer)
+    optimizer.close()
+
+
+def main() -> None:
+    hvd.init()
+    for case in (hooks, emptied, from_plain, to_plain, joined):
+        case()
+    hvd.shutdown()
+
+
+main()

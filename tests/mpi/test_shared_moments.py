@@ -1,0 +1,34 @@
+"""Shared moments in jobs: mates stay equal, and the state means what it means in torch."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher import run_learners
+
+PROGRAM = Path(__file__).parent / "programs" / "shared_moments.py"
+FOUND: dict[str, dict[str, Any]] = {
+    "hooks": {"own": True},
+    "emptied": {"steps": [10]},
+    "from_plain": {"steps": [60], "cross": True},
+    "to_plain": {"keys": ["averaging", "param_groups", "state"]},
+    "joined": {},
+}
+
+
+@functools.cache
+def said() -> list[dict[str, Any]]:
+    return run_learners(4, PROGRAM, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked().said
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_learners_of_a_super_learner_stay_equal(case: str) -> None:
+    mine = [facts for facts in said() if facts["case"] == case]
+    assert len(mine) == 4
+    for facts in mine:
+        assert facts["same"] and facts["finite"], facts
+        assert {key: facts[key] for key in FOUND[case]} == FOUND[case]
