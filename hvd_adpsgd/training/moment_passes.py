@@ -5,6 +5,7 @@ Contiguous tensors in host memory take the compiled loops of ext/c/moments.c, on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Second(NamedTuple):
         l2: factor of the parameter in the gradient.
         first: a, decay of the first moment per step; 1 if that includes the gradient already.
         bound: own gradients give no first moment whose square is larger than bound v_i.
+        haste: h.
     """
 
     decay: float
@@ -37,6 +39,7 @@ class Second(NamedTuple):
     l2: float
     first: float
     bound: float
+    haste: float
 
 
 class Product(NamedTuple):
@@ -91,8 +94,27 @@ def correct(
             continue
         v, u, g, p, m, x = (array.data_ptr() for array in arrays)
         count, q = second[i].numel(), float(lacking[i])
+        w = q**law.haste
+        known = law.known * (1 - w) / (1 - q) if q < 1 else 0.0
+        bound = law.bound if known else math.inf
         is_double = second[i].dtype is torch.float64
-        moments.correct(is_double, count, v, u, g, p, m, x, q, *law)
+        moments.correct(
+            is_double,
+            count,
+            v,
+            u,
+            g,
+            p,
+            m,
+            x,
+            w,
+            law.decay,
+            known,
+            law.share,
+            law.l2,
+            law.first,
+            bound,
+        )
     if left:
         every = (second, own, gradients, parameters, moment, cross, lacking)
         _correct_by_torch(law, *([tensors[i] for i in left] for tensors in every))
@@ -116,12 +138,14 @@ def _correct_by_torch(
     copy_all(own, second)
     torch._foreach_mul_(own, law.decay)
     torch._foreach_add_(own, square)
-    for x, received_square, v in zip(cross, received, own, strict=True):
-        least = torch.maximum(x, received_square / (law.bound * law.known))
-        x.copy_(torch.where(received_square > law.bound * v, least, x))
-    mean = torch._foreach_mul(cross, law.known)
-    weights = [q.expand_as(v) for q, v in zip(lacking, own, strict=True)]
-    torch._foreach_addcmul_(mean, own, weights)
+    missing = torch.stack(lacking)
+    weight = missing**law.haste
+    known = law.known * (1 - weight) / (1 - missing).clamp(min=1e-30)
+    mean = []
+    for x, square_m, v, k, w in zip(cross, received, own, known, weight, strict=True):
+        least = torch.maximum(x, square_m / (law.bound * k))
+        x.copy_(torch.where((square_m > law.bound * v) & (k > 0), least, x))
+        mean.append(torch.addcmul(k * x, w, v))
     torch._foreach_clamp_min_(mean, 0)
     torch._foreach_lerp_(mean, own, law.share)
     torch._foreach_sub_(mean, square)

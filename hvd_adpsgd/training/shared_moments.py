@@ -62,6 +62,7 @@ _KINDS: dict[type[torch.optim.Optimizer], Adaptive] = {
     torch.optim.RAdam: _ADAM,
     torch.optim.RMSprop: _RMSPROP,
 }
+_WEIGHT = 0.95  # by which an exchange reduces the weight of v_i in x
 _LARGEST = 80.0  # logarithm of the largest bound, a float32
 _16_BITS = (torch.float16, torch.bfloat16)
 
@@ -103,8 +104,9 @@ class SharedMoments(UpdateRule):
 
         x <- b x + (1 - b) m_i (m_i + c / (r w)),   q <- b q
 
-    q, 1 at first, is the weight of the products that x lacks: v has x + q v_i in place of x. Moments that
-    began with 0 are divided by 1 - decay^steps, as the optimizer does.
+    q, 1 at first, is the weight of the products that x lacks. v has (1 - q^h) x / (1 - q) + q^h v_i in place
+    of x, h such that q^h falls by 5 % with an exchange, or as q where that is faster. Moments that began
+    with 0 are divided by 1 - decay^steps, as the optimizer does.
 
     A first moment of own gradients has m_i^2 <= R^2 v_i, R^2 = (1 - a)^2 / ((1 - b) (1 - a^2 / b)), with a
     the decay of the first moment (Cauchy-Schwarz). Where it is larger, it is of peers: of a row of an
@@ -235,14 +237,16 @@ class SharedMoments(UpdateRule):
             moments = [self._moment[i] for i in places]
             torch._foreach_lerp_(moments, seen, 1 - kind.first_decay(group))
         decay = kind.second_decay(group)
-        # in the first step there are no products yet: v is v_i; with decay 0 it is the square of the gradient
-        if steps == 1 or decay == 0:
+        # in the first step there are no products yet: v is v_i; with decay 0 its square
+        if steps == 1 or not 0 < decay < 1:
             return
         second = [optimizer.state[p][kind.second] for p in parameters]
         every = (self._other, self._moment, self._cross, self._lacking)
         own, moment, cross, lacking = ([tensors[i] for i in places] for tensors in every)
         known, first = 1 - decay**steps, 1.0 if kind.first is None else kind.first_decay(group)
-        law = Second(decay, known, 1 / self._training(), l2, first, _bound(first, decay, steps))
+        haste = max(1.0, math.log(_WEIGHT) / math.log(decay))
+        bound = _bound(first, decay, steps)
+        law = Second(decay, known, 1 / self._training(), l2, first, bound, haste)
         skips = getattr(optimizer, "found_inf", None)  # GradScaler's, where the optimizer unscales
         before = None if skips is None else [v.clone() for v in second]
         correct(law, second, own, gradients, parameters, moment, cross, lacking)

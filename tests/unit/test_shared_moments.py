@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,15 +100,17 @@ def test_the_optimizer_steps_with_the_second_moment_of_the_law(name: str) -> Non
             g = g + l2 * p.detach()
             own[i] = second * own[i] + (1 - second) * g**2
             moment[i] = first * moment[i] + (1 - first) * (-g if group["maximize"] else g)
+            weight = lacking ** max(1.0, math.log(0.95) / math.log(second))
+            known = (1 - second**step) * (1 - weight) / (1 - lacking) if lacking < 1 else 0.0
             bound = (
                 (1 - first) ** 2 / (1 - second) * sum((first**2 / second) ** k for k in range(step))
             )
             if plain.kind.first and step > 1:
-                received = moment[i] ** 2 > bound * own[i]
-                least = moment[i] ** 2 / bound / (1 - second**step)
+                received = (moment[i] ** 2 > bound * own[i]) & bool(known)
+                least = moment[i] ** 2 / bound / (known or 1)
                 cross[i] = torch.where(received, torch.maximum(cross[i], least), cross[i])
                 seen |= bool(received.any())
-            x = (1 - second**step) * cross[i] + lacking * own[i]
+            x = known * cross[i] + weight * own[i]
             v = own[i] / n + (1 - 1 / n) * x.clamp(min=0)
             wanted.append(v if step > 1 else own[i])
             if step > 1:
