@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak storm virtual-time simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
+.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak storm virtual-time moments simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -79,6 +79,9 @@ tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allo
 
 virtual-time: venv  ## a small job on 4 processes and in virtual time: same curve, same speed? (minutes)
 	@$(PY) -m examples.studies.virtual_time $(ARGS)
+
+moments: venv $(STAMPS)/examples  ## AdamW under gossip beside synchronous training, in virtual time (half an hour)
+	@$(PY) -m examples.studies.moments $(ARGS)
 
 simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (half an hour to an hour on two cores)
 	@$(PY) -m hvd_adpsgd simulate $(or $(ARGS),--seeds 0 1000000)

@@ -191,6 +191,9 @@ def draw(found: dict[Key, Losses], path: Path) -> None:
         ax.set(
             xscale="log", xlabel="learning rate", title=f"{optimizer}, n = {n}, batch {sequences}"
         )
+        shown = sorted({rate for key, its in found.items() if key[:3] == panel for rate in its})
+        ax.set_xticks(shown, [f"{rate:g}" for rate in shown])
+        ax.minorticks_off()
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("held-out loss of the mean model")
     axes[0][-1].legend()
