@@ -67,6 +67,7 @@ def averaging(step: int, value: float) -> Any:
         rule=types.SimpleNamespace(
             own=False,
             received=False,
+            in_update=False,
             reload=lambda: None,
             moments=list,
             tensors=lambda: {"momentum": [held]},
