@@ -9,8 +9,8 @@ A scheme is a strategy or a baseline, followed by @own or @shared for the option
 byte-level transformer of examples/byte_transformer.py at each rate, with each seed: equal starts and batches.
 Printed is, for each n, batch, optimizer and scheme, the held-out loss of the mean model at its best rate, and
 its difference from synchronous training at that one's best rate, with a 95 % interval over seeds (Student's
-t). A best rate at an end of the grid is marked: widen the grid. Written to --out: runs.json, with which a
-second call goes on, and moments.png.
+t). A best rate at an end of the grid is marked: widen the grid. Written to --out: runs.json, and moments.png.
+A second call trains only what runs.json lacks.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,37 +87,17 @@ def correct(
         cross: x, raised where the moment cannot be of own gradients.
         lacking: q, a tensor of one number for each parameter.
     """
-    left = []
-    for i, arrays in enumerate(zip(second, own, gradients, parameters, moment, cross, strict=True)):
-        if not _is_compiled(arrays):
-            left.append(i)
-            continue
-        v, u, g, p, m, x = (array.data_ptr() for array in arrays)
-        count, q = second[i].numel(), float(lacking[i])
-        w = q**law.haste
-        known = law.known * (1 - w) / (1 - q) if q < 1 else 0.0
+    every = (second, own, gradients, parameters, moment, cross)
+    compiled, left = _parted(*every)
+    for i in compiled:
+        q = float(lacking[i])
+        weight = q**law.haste
+        known = law.known * (1 - weight) / (1 - q) if q < 1 else 0.0
         bound = law.bound if known else math.inf
-        is_double = second[i].dtype is torch.float64
-        moments.correct(
-            is_double,
-            count,
-            v,
-            u,
-            g,
-            p,
-            m,
-            x,
-            w,
-            law.decay,
-            known,
-            law.share,
-            law.l2,
-            law.first,
-            bound,
-        )
+        numbers = [weight, law.decay, known, law.share, law.l2, law.first, bound]
+        moments.correct(_is_double(cross[i]), cross[i].numel(), *_addresses(every, i), *numbers)
     if left:
-        every = (second, own, gradients, parameters, moment, cross, lacking)
-        _correct_by_torch(law, *([tensors[i] for i in left] for tensors in every))
+        _correct_by_torch(law, *([tensors[i] for i in left] for tensors in (*every, lacking)))
 
 
 def _correct_by_torch(
@@ -138,11 +118,10 @@ def _correct_by_torch(
     copy_all(own, second)
     torch._foreach_mul_(own, law.decay)
     torch._foreach_add_(own, square)
-    missing = torch.stack(lacking)
-    weight = missing**law.haste
-    known = law.known * (1 - weight) / (1 - missing).clamp(min=1e-30)
     mean = []
-    for x, square_m, v, k, w in zip(cross, received, own, known, weight, strict=True):
+    for x, square_m, v, q in zip(cross, received, own, lacking, strict=True):
+        w = q**law.haste
+        k = law.known * (1 - w) / (1 - q).clamp(min=1e-30)
         least = torch.maximum(x, square_m / (law.bound * k))
         x.copy_(torch.where((square_m > law.bound * v) & (k > 0), least, x))
         mean.append(torch.addcmul(k * x, w, v))
@@ -172,20 +151,15 @@ def multiply(
         before: without.
         offered: as peers had them.
     """
-    left = []
-    for i, arrays in enumerate(zip(cross, moment, before, offered, strict=True)):
-        if not _is_compiled(arrays):
-            left.append(i)
-            continue
-        x, m, b, o = (array.data_ptr() for array in arrays)
-        is_double, count = cross[i].dtype is torch.float64, cross[i].numel()
-        arrived, live = moments.multiply(
-            is_double, count, x, m, b, o, law.rate, law.scale, law.known
-        )
+    every = (cross, moment, before, offered)
+    compiled, left = _parted(*every)
+    for i in compiled:
+        where = _addresses(every, i)
+        arrived, live = moments.multiply(_is_double(cross[i]), cross[i].numel(), *where, *list(law))
         lacking[i].mul_(1 - law.rate * arrived / max(live, 1))
     if left:
-        every = (cross, lacking, moment, before, offered)
-        _multiply_by_torch(law, *([tensors[i] for i in left] for tensors in every))
+        lists = (cross, lacking, moment, before, offered)
+        _multiply_by_torch(law, *([tensors[i] for i in left] for tensors in lists))
 
 
 def _multiply_by_torch(
@@ -223,9 +197,22 @@ def _kept(
     return share
 
 
-def _is_compiled(arrays: Sequence[torch.Tensor]) -> bool:
-    """Whether the compiled loops can take these tensors."""
-    first = arrays[0]
-    return first.dtype in _COMPILED and all(
-        t.device.type == "cpu" and t.dtype is first.dtype and t.is_contiguous() for t in arrays
-    )
+def _parted(*every: Tensors) -> tuple[list[int], list[int]]:
+    """Return the places whose tensors the compiled loops can take, and the others."""
+    compiled: list[int] = []
+    left: list[int] = []
+    for i, arrays in enumerate(zip(*every, strict=True)):
+        dtype = arrays[0].dtype
+        fit = dtype in _COMPILED and all(
+            t.device.type == "cpu" and t.dtype is dtype and t.is_contiguous() for t in arrays
+        )
+        (compiled if fit else left).append(i)
+    return compiled, left
+
+
+def _is_double(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float64
+
+
+def _addresses(every: Sequence[Tensors], i: int) -> list[Any]:
+    return [tensors[i].data_ptr() for tensors in every]

@@ -72,14 +72,11 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
 
     A subclass counts as its base class unless it has a step() of its own.
     """
-    known = [kind for kind in type(optimizer).__mro__ if kind in _KINDS]
-    name = type(optimizer).__name__
+    kinds, name = type(optimizer).__mro__, type(optimizer).__name__
+    known = [kind for kind in kinds if kind in _KINDS]
     if not known:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)}"
-    if any(
-        "step" in vars(kind)
-        for kind in type(optimizer).__mro__[: type(optimizer).__mro__.index(known[0])]
-    ):
+    if any("step" in vars(kind) for kind in kinds[: kinds.index(known[0])]):
         return f"{name} has a step() of its own"
     if lacking := [function for function in NEEDED if not hasattr(torch, function)]:
         return f"torch {torch.__version__} has no {lacking[0]}"
@@ -283,9 +280,8 @@ class SharedMoments(UpdateRule):
 
     def _multiply(self, group: Group, steps: int, places: list[int], arrivals: float) -> None:
         kind = self._kind
-        known = 1 - kind.first_decay(group) ** (
-            steps - 1
-        )  # moments as offered are of the step before
+        offered = steps - 1  # moments as offered are of the step before
+        known = 1 - kind.first_decay(group) ** offered
         law = Product(1 - kind.second_decay(group), 1 / (arrivals * self._weight()), known**2)
         every = (self._cross, self._lacking, self._moment, self._other, self._offered)
         multiply(law, *([tensors[i] for i in places] for tensors in every))

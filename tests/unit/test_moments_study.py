@@ -1,4 +1,4 @@
-"""The study of adaptive optimizers: its table, and that it goes on where it was."""
+"""The study of adaptive optimizers: its table; a second call trains only what is missing."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adpsgd.training import moment_passes
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 
 Made = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -142,6 +143,28 @@ def test_the_optimizer_steps_with_the_second_moment_of_the_law(name: str) -> Non
             )
 
     assert seen  # moments that only peers can have given
+
+
+@pytest.mark.parametrize("q", [1.0, 0.9, 0.3, 0.0])
+@pytest.mark.parametrize("bound", [1.3, math.inf])
+def test_the_compiled_passes_compute_what_torchs_do(q: float, bound: float) -> None:
+    """With torch's on tensors that have gaps."""
+    random, results = torch.Generator().manual_seed(9), []
+    drawn_once = [torch.randn(50, generator=random, dtype=torch.float64) for _ in range(9)]
+    for gap in (1, 2):
+        second, own, cross, g, p, m, before, offered, x = (
+            [torch.zeros(50 * gap, dtype=torch.float64)[::gap].copy_(t)] for t in drawn_once
+        )
+        second[0].abs_()
+        m[0][::3] = before[0][::3]
+        lacking = [torch.tensor(q, dtype=torch.float64)]
+        law = moment_passes.Second(0.999, 0.3, 1 / 8, 0.1, 0.9, bound, 51.0)
+        moment_passes.correct(law, second, own, g, p, m, cross, lacking)
+        product = moment_passes.Product(0.05, 2.0, 0.7)
+        moment_passes.multiply(product, x, lacking, m, before, offered)
+        results.append([t[0].clone() for t in (second, own, cross, x, lacking)])
+    torch.testing.assert_close(*results)
+    assert all(bool(torch.isfinite(t).all()) for t in results[0])
 
 
 def test_without_peers_nothing_changes() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
+from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
 from tests.unit.test_kernels import DTYPES, decode, encode, wide
@@ -112,6 +113,46 @@ def test_a_snapshot_holds_the_offered_model_and_what_it_lacks():
     np.testing.assert_array_equal(a.snapshot(0), a.model[: a.chunks[0].count])
     np.testing.assert_array_equal(a.model[: a.chunks[0].count], 4.0)
     np.testing.assert_array_equal(a.snapshot(1), 0.0)
+
+
+def test_a_published_slot_tells_how_many_exchanges_it_holds():
+    """The mean of the chunks that have some; what comes later counts for the next slot."""
+    a, b = Learner(np.zeros(20)), Learner(np.full(20, 8.0))
+    for learner in (a, b):
+        learner.absorb(-1)
+    assert a.store.arrivals == 0
+    for chunk in (0, 0, 0, 1):
+        exchange(a, b, chunk)
+    assert a.store.arrivals == 0
+    a.store.publish()
+    exchange(a, b, 1)
+    assert a.store.arrivals == 2
+    a.store.publish()
+    assert a.store.arrivals == 1
+    a.store.publish()
+    assert a.store.arrivals == 0
+
+
+def test_mates_learn_of_a_publication_alike():
+    """The number of super learners that train, and the exchanges of the slot: as of the publication."""
+    leader, mate = (ShardMemory(64, TwoLearners(), leads) for leads in (True, False))
+    for memory in (leader, mate):
+        memory.extend([TensorSpec("model", (20,), "float64")])
+    mate._notes = leader._notes  # in shared memory
+    received, sent = np.ones(8).view(np.uint8), np.zeros(8).view(np.uint8)
+    for training, exchanges in ((3, 1), (2, 2), (2, 0)):
+        leader.training = training
+        for _ in range(exchanges):
+            leader.store.merge(0, -1, 0.5, received, sent)
+        for memory in (leader, mate):
+            memory.publish()
+        leader.store.merge(0, -1, 0.5, received, sent)  # of the next slot
+        for memory in (leader, mate):
+            memory.all_met()
+            memory.take()
+            assert memory.training == training
+        assert leader.take_arrivals() == mate.take_arrivals() == exchanges + (training < 3)
+        assert mate.take_arrivals() == 0
 
 
 def test_local_updates_made_meanwhile_are_kept():
