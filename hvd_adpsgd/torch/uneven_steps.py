@@ -142,9 +142,8 @@ def _end(averaging: Averaging, told: list[_Made]) -> None:
     if min(sets) == sets[root]:
         return
     averaging.step = told[root].step
-    averaging.restart = (
-        False  # the rule's state comes from the root, also if this learner has made no step
-    )
+    # the rule's state comes from the root, also if this learner has made no step
+    averaging.restart = False
     _copy_model(averaging, root)
     averaging.rule.reload()
     for i, memory in enumerate(averaging.engine.memory.shards):
