@@ -21,7 +21,7 @@ import pytest
 from hvd_adpsgd.engine.interfaces import addresses
 from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.faults.test_replacement import joinings
-from tests.launcher import launch
+from tests.launcher import QUICK, environment, launch
 from tests.launchers.grown import require_grown
 
 PROGRAM = Path(__file__).parent / "programs" / "growing.py"
@@ -52,7 +52,8 @@ class Launches:
         program: Path = PROGRAM,
     ) -> None:
         """Start learners; `args` are those of the program."""
-        env = {**os.environ, "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", SECRET: str(self.secret), **told}
+        ours = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", SECRET: str(self.secret)}
+        env = environment({**ours, **told}, [QUICK])
         command = [*launch(np, launcher), sys.executable, str(program), *map(str, args)]
         with open(self._file("out"), "w") as out, open(self._file("err"), "w") as err:
             self.started.append(
