@@ -54,6 +54,7 @@ def test_hosts_that_are_fit(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_host_whose_cable_is_out(cluster: Cluster, tmp_path: Path) -> None:
     """It is named, and the others are visited all the same."""
     file = tmp_path / "hosts"

@@ -11,7 +11,7 @@ from hvd_adpsgd.simulation.campaign import IMPOSSIBLE, run_block
 from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.simulation.scenario import STRATEGIES, Fault, Learner, Scenario, digest, run
 
-SEEDS = range(2500)
+SEEDS = range(1500)
 BLOCK = 500
 
 
