@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 PROGRAM = Path(__file__).with_name("programs") / "schemes.py"
 UNEVEN = PROGRAM.with_name("uneven.py")
 GOLDEN = Path(__file__).parents[1] / "golden"
-DEADLINE_S, LEAVE_S = 0.5, 1.0
+DEADLINE_S, LEAVE_S = 0.5, 0.25
 ALONE = {
     "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
     "HVD_ADPSGD_DEADLINE_S": str(DEADLINE_S),

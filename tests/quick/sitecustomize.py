@@ -1,10 +1,12 @@
-"""A cheaper start for the learners of the tests: torch comes in for 1.0 CPU s instead of 2.5.
+"""A cheaper start and end for the learners of the tests: torch comes in for 1.0 CPU s instead of 2.5.
 
-A test's learner lives a few seconds, most of which Python would spend on two things that change
+A test's learner lives a few seconds, most of which Python would spend on three things that change
 nothing in it. The tests of `run_learners(launcher="horovodrun")`, of the doctor and of the examples go
 without: there learners start as users' do.
 """
 
+import contextlib
+import ctypes
 import gc
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -28,6 +30,8 @@ class Torch:
             finally:
                 gc.freeze()
                 gc.enable()
+            with contextlib.suppress(AttributeError):  # idle.c is not preloaded
+                ctypes.CDLL(None).leave_the_rest()
 
         spec.loader.exec_module = load_at_rest  # type: ignore[method-assign]
         return spec
