@@ -16,6 +16,7 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.a2cid2 import A2CiD2
 from hvd_adpsgd.strategies.delay_by_one import DelayByOne
 from hvd_adpsgd.strategies.delayed_gradients import DelayedGradients
+from hvd_adpsgd.strategies.gasloc import GASLoC
 from hvd_adpsgd.strategies.gossip_pga import GossipPGA
 from hvd_adpsgd.strategies.noloco import NoLoCo
 from hvd_adpsgd.strategies.periodic_averaging import PeriodicAveraging
@@ -31,6 +32,7 @@ __all__ = [
     "DelayByOne",
     "DelayedGradients",
     "FixedRing",
+    "GASLoC",
     "GossipPGA",
     "NoLoCo",
     "PeriodicAveraging",
@@ -57,6 +59,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         GossipPGA,
         SynchronousGossip,
         A2CiD2,
+        GASLoC,
         NoLoCo,
         Synchronous,
     )

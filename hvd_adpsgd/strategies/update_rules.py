@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Accelerate", "BlockMomentum", "LateGradients", "Rule", "SlowModel"]
+__all__ = ["Accelerate", "BlockMomentum", "LateGradients", "OuterStep", "Rule", "SlowModel"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,17 @@ class Accelerate:
 
 
 @dataclass(frozen=True)
+class OuterStep:
+    """Parameters of a step with momentum after each block of `period` steps; see strategies.GASLoC."""
+
+    period: int
+    rate: float
+    momentum: float
+
+
+@dataclass(frozen=True)
 class LateGradients:
     """Gradients are averaged instead of models, and used one step later; see strategies.DelayedGradients."""
 
 
-Rule = BlockMomentum | SlowModel | Accelerate | LateGradients
+Rule = BlockMomentum | SlowModel | Accelerate | OuterStep | LateGradients

@@ -275,7 +275,7 @@ class Averaging:
         if self._averages_gradients:  # before_optimizer() has added this step's corrections
             return self.absorb()
         self._publish_inside()
-        self.rule.pass_time()
+        self.rule.pass_time(self.step)
         self.rule.before_corrections()
         finite = self.absorb(waits=not self._lands_later)
         self.rule.after_corrections()

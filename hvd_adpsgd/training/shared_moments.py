@@ -258,7 +258,7 @@ class SharedMoments(UpdateRule):
         copy_all(second, [self._other[i] for i in its])
         self._corrected = []
 
-    def pass_time(self) -> None:
+    def pass_time(self, step: int) -> None:
         if 1 in self._steps:  # the optimizer has made their state in this step
             self._adopt()
 

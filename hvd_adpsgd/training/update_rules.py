@@ -68,8 +68,8 @@ class UpdateRule:
     def after_update(self) -> None:
         """Hook after the optimizer's update, before the script's step hooks; and when the step raises."""
 
-    def pass_time(self) -> None:
-        """Hook after the optimizer has stepped: advance the rule by one unit of time."""
+    def pass_time(self, step: int) -> None:
+        """Hook after the optimizer has made step number `step`: advance the rule by one unit of time."""
 
     def before_corrections(self) -> None:
         """Hook before corrections from exchanges are added to the model, in a step or in a pause."""
@@ -199,7 +199,7 @@ class _Accelerate(UpdateRule):
     def start(self) -> None:
         torch._foreach_zero_(self._distance)
 
-    def pass_time(self) -> None:
+    def pass_time(self, step: int) -> None:
         torch._foreach_add_(self.model, self._distance, alpha=(1 - self._decay) / 2)
         torch._foreach_mul_(self._distance, self._decay)
 
@@ -218,6 +218,52 @@ class _Accelerate(UpdateRule):
 
     def tensors(self) -> dict[str, Tensors]:
         return {"distance": self._distance}
+
+
+class _OuterStep(UpdateRule):
+    """An outer step with momentum after each block of local steps; see GASLoC.
+
+    In a block `start` is theta + c, the model at its start with all corrections since then, so that the model
+    differs from it by g. `push` is gamma (u' - u''), of the two blocks before, plus c. At the end of
+    a block eta g is added to push, which is then u - u' of the law; theta' = start + eta g + gamma push.
+    """
+
+    own = True
+
+    def __init__(self, model: Named, law: laws.OuterStep):
+        super().__init__(model)
+        self._law = law
+        self._start = _like(self.model)
+        self._push = _like(self.model)
+        self._before: Tensors = []
+
+    def start(self) -> None:
+        _copy(self._start, self.model)
+        torch._foreach_zero_(self._push)
+
+    def pass_time(self, step: int) -> None:
+        law = self._law
+        if (step + 1) % law.period:
+            return
+        moved = torch._foreach_sub(self.model, self._start)
+        torch._foreach_add_(self._push, moved, alpha=law.rate)
+        _hold_frozen(self.model, self._push)
+        torch._foreach_mul_(self._push, law.momentum)
+        torch._foreach_add_(self.model, moved, alpha=law.rate - 1)
+        torch._foreach_add_(self.model, self._push)
+        _copy(self._start, self.model)
+
+    def before_corrections(self) -> None:
+        self._before = [p.clone() for p in self.model]
+
+    def after_corrections(self) -> None:
+        moved = torch._foreach_sub(self.model, self._before)
+        torch._foreach_add_(self._start, moved)
+        torch._foreach_add_(self._push, moved)
+        self._before = []
+
+    def tensors(self) -> dict[str, Tensors]:
+        return {"start": self._start, "push": self._push}
 
 
 class _LateGradients(UpdateRule):
@@ -259,6 +305,7 @@ def make_rule(law: laws.Rule | None, model: Named, exchanges_per_step: float) ->
     made: dict[type, Callable[..., UpdateRule]] = {
         laws.BlockMomentum: _BlockMomentum,
         laws.SlowModel: _SlowModel,
+        laws.OuterStep: _OuterStep,
         laws.LateGradients: _LateGradients,
     }
     return UpdateRule(model) if law is None else made[type(law)](model, law)

@@ -16,9 +16,9 @@ from pathlib import Path
 FILE = Path(__file__).with_name("schemes.json")
 TESTS = Path(__file__).parents[1]
 LEFT_OUT = (
-    "runs of random_pairs, fixed_ring, random_ring, gossip_pga and a2cid2 at the machine's own times: "
-    "which models meet depends on timing, so no two are alike. Their cases, named events, are at times "
-    "drawn from a seed (tests/mpi/events.py)."
+    "runs of random_pairs, fixed_ring, random_ring, gossip_pga, gasloc and a2cid2 at the machine's own "
+    "times: which models meet depends on timing, so no two are alike. Their cases, named events, are at "
+    "times drawn from a seed (tests/mpi/events.py)."
 )
 
 

@@ -203,6 +203,7 @@ def test_what_one_super_learner_cannot_let_in(
         ("a2cid2", 4),  # its constants change with the number
         ("delay_by_one", 2),
         ("fixed_ring", 3),
+        ("gasloc:period=2", 2),
         ("gossip_pga:period=2", 2),
         ("noloco:period=2", 2),
         ("periodic_averaging:period=2", 2),

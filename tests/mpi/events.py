@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hvd_adpsgd.strategies import GossipPGA, Strategy, parse
+from hvd_adpsgd.strategies import GASLoC, GossipPGA, Strategy, parse
 from tests.mpi.simulation import Array, Setting, gradient
 
 FREE = (
@@ -22,6 +22,7 @@ FREE = (
     "random_ring:seed=2",
     "gossip_pga:period=5+random_pairs:seed=1",
     "a2cid2+fixed_ring",
+    "gasloc:period=4,rate=0.8,momentum=0.6+random_pairs:seed=1",
 )
 STEPS = 14
 PACES = (1.0, 1.4, 0.7, 0.5)  # steps per unit of time
@@ -68,11 +69,14 @@ class FreeRun:
         W: models, shape (n, elements). Others see W + owed.
         owed: what exchanges owe the models, until the end of their step.
         H: distance of the second models of a2cid2.
+        theta, moved, before: of gasloc, the models at the start of the block, what exchanges have added since
+            then, and u of the block before.
     """
 
     def __init__(self, setting: Setting, index: Array):
         self.setting, self.index, self.n = setting, index, len(PACES)
         self.W, self.velocity, self.owed, self.H = np.zeros((4, self.n, index.size))
+        self.theta, self.moved, self.before = np.zeros((3, self.n, index.size))
         self.made = [0] * self.n  # steps
         self.strategy = parse(setting.spec)
         self.weight = WEIGHTS[getattr(self.strategy, "base", self.strategy).name]
@@ -109,11 +113,20 @@ class FreeRun:
         if self.accelerated:
             self.W[i] += self.H[i] * (1 - self.decay) / 2
             self.H[i] *= self.decay
+        if isinstance(self.strategy, GASLoC) and (self.made[i] + 1) % self.strategy.period == 0:
+            self.outer_step(i, self.strategy.rate, self.strategy.momentum)
         self.take_in(i)
         self.made[i] += 1
 
+    def outer_step(self, i: int, rate: float, momentum: float) -> None:
+        gradients = self.W[i] - self.theta[i] - self.moved[i]
+        u = self.theta[i] + rate * gradients + self.moved[i]
+        self.theta[i] = self.W[i] = u + momentum * (u - self.before[i])
+        self.before[i], self.moved[i] = u, 0
+
     def take_in(self, i: int) -> None:
         self.W[i] += self.owed[i]
+        self.moved[i] += self.owed[i]
         if self.accelerated:
             self.H[i] += self.share * self.owed[i]
         self.owed[i] = 0

@@ -60,7 +60,7 @@ class Peer:
         self.rule.before_update()
         self.optimizer.step()
         self.rule.after_update()
-        self.rule.pass_time()
+        self.rule.pass_time(0)
         self.rule.before_corrections()
         self.arrivals = r if added is not None else 0.0
         if added is not None:

@@ -17,6 +17,7 @@ from hvd_adpsgd.strategies import (
     DelayByOne,
     DelayedGradients,
     FixedRing,
+    GASLoC,
     GossipPGA,
     NoLoCo,
     PeriodicAveraging,
@@ -45,6 +46,7 @@ ALL = st.one_of(
     st.sampled_from([DelayByOne(), DelayedGradients()]),
     st.builds(PeriodicAveraging, PERIODS, MOMENTA, RATES, st.booleans()),
     st.builds(GossipPGA, PERIODS, GOSSIP),
+    st.builds(GASLoC, PERIODS, RATES, MOMENTA, GOSSIP),
     st.builds(SynchronousGossip, st.sampled_from([DURING, AFTER]), GOSSIP),
     st.builds(NoLoCo, PERIODS, RATES, MOMENTA, SEEDS),
 )
@@ -72,7 +74,7 @@ def test_plans_ask_others_in_range(strategy, n, data):
         require_rounds_of_pairs(plan, rank, n)
         return
     if n == 1 or not isinstance(
-        strategy, FixedRing | RandomRing | RandomPairs | A2CiD2 | GossipPGA
+        strategy, FixedRing | RandomRing | RandomPairs | A2CiD2 | GossipPGA | GASLoC
     ):
         assert (plan.width, plan.weight) == (0, 0.0)
         return
@@ -178,6 +180,7 @@ def test_rounds_widths_and_weights():
         "random_ring": (1024, 2),
         "gossip_pga": (4096, 1),
         "a2cid2": (1, 2),
+        "gasloc": (4096, 1),
         **dict.fromkeys(
             "synchronous delay_by_one delayed_gradients periodic_averaging synchronous_gossip noloco".split(),
             (1, 0),
@@ -234,6 +237,11 @@ def test_spec_is_read_back(strategy):
             "gossip_pga:period=5+random_ring:seed=1",
             GossipPGA(5, RandomRing(1)),
             "gossip_pga:period=5+random_ring:seed=1",
+        ),
+        (
+            "gasloc:period=9,rate=1,momentum=0+fixed_ring",
+            GASLoC(9, 1.0, 0.0, FixedRing()),
+            "gasloc:period=9,rate=1.0,momentum=0.0+fixed_ring",
         ),
         (
             "noloco:period=3",
@@ -293,6 +301,9 @@ def test_parse(text, strategy, spec):
         ("periodic_averaging:block_momentum=nan", "block_momentum"),
         ("periodic_averaging:block_rate=0", "block_rate.*> 0"),
         ("periodic_averaging:nesterov=yes", "nesterov=<bool>"),
+        ("gasloc:period=0", "period.*int >= 1"),
+        ("gasloc:momentum=1", "momentum.*< 1"),
+        ("gasloc+noloco", "on top of gossip"),
         ("noloco:rate=inf", "rate"),
         ("noloco:momentum=-0.1", "momentum.*>= 0"),
         ("noloco:seed=-1", "seed"),

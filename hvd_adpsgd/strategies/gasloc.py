@@ -1,0 +1,70 @@
+"""GASLoC: gossip of local steps, with an outer step of each super learner; none waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_adpsgd.strategies.plan import Plan, Strategy, require_gossip
+from hvd_adpsgd.strategies.random_pairs import RandomPairs
+from hvd_adpsgd.strategies.update_rules import OuterStep
+from hvd_adpsgd.strategies.validation import require_integer, require_number
+
+__all__ = ["GASLoC"]
+
+
+@dataclass(frozen=True)
+class GASLoC(Strategy):
+    """Gossip, and after every `period` local steps an outer step with momentum, each super learner its own.
+
+    A block is `period` steps. With theta the model at the start of a block, g what the optimizer has added to
+    it in the block, and c what exchanges have added, the block ends with
+
+        u = theta + eta g + c;   theta' = u + gamma (u - u of the block before).
+
+    With eta = 1 and gamma = 0 it is plain gossip. If the exchanges of a block are the mean of all, it is
+    DiLoCo: Nesterov momentum gamma on the mean of eta g. The published law averages u once per block, in
+    lock step; here exchanges take place at any time, at the pace of `exchanges_per_step`. For as
+    few bytes as in the paper set that to 1 / period.
+
+    The mean of all models moves by outer steps only, once both sides of an exchange have ended a block: gamma
+    times what an exchange moves a model by follows at the end of each one's block.
+
+    Args:
+        period: local steps in a block, >= 1.
+        rate: eta, in (0, 10).
+        momentum: gamma in [0, 1).
+        base: the gossip strategy: RandomPairs, FixedRing or RandomRing.
+
+    Raises:
+        ConfigError: for a value out of range, or another base.
+
+    Source: Cagnasso, Belilovsky, Oyallon, arXiv:2606.11081.
+    """
+
+    period: int = 20
+    rate: float = 0.7
+    momentum: float = 0.5
+    base: Strategy = field(default_factory=RandomPairs)
+    name: ClassVar[str] = "gasloc"
+
+    def __post_init__(self) -> None:
+        require_integer(self.name, "period", self.period)
+        rate = require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
+        object.__setattr__(self, "rate", rate)
+        object.__setattr__(
+            self, "momentum", require_number(self.name, "momentum", self.momentum, 0, 1)
+        )
+        require_gossip(self.name, self.base)
+
+    def _plan(self, super_rank: int, super_size: int) -> Plan:
+        gossip = self.base.plan(super_rank, super_size)
+        rule = OuterStep(self.period, self.rate, self.momentum)
+        return Plan(gossip.schedule, gossip.weight, rule=rule)
+
+    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
+        """The mixing matrix of one round of the gossip, without the outer steps."""
+        return self.base.mixing_matrix(n, round)
