@@ -26,7 +26,7 @@ from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.job import Job
 from hvd_adpsgd.simulation.network import Network
-from hvd_adpsgd.simulation.scenario import DTYPES, member_plans, rounds_of, schedules
+from hvd_adpsgd.simulation.scenario import DTYPES, WIRES, member_plans, rounds_of, schedules
 from hvd_adpsgd.strategies import parse
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ BOUNDS: dict[str, Bound] = {
     "failures_per_hour": (0.0, 1e6),
     "spread": (0.0, 1.0),
     "chunks": (1, 10**4),
+    "max_staleness": (0, 10**6),
     "deadline_s": (0.0, 1e6),
     "detect_s": (0.0, 1e6),
     "seed": SEED,
@@ -73,6 +74,7 @@ OPTIONS = {  # command-line option of `simulate` for each attribute of Cluster
     "minutes": "--minutes",
     "rate": "--rate",
     "share": "--share",
+    "max_staleness": "--max-staleness",
     "slow": "--slow",
     "slow_factor": "--slow",
     "failures_per_hour": "--fail",
@@ -93,6 +95,8 @@ class Cluster:
         minutes: duration of the training.
         rate: exchanges per step.
         share: share of the model that an exchange moves.
+        wire: element type of chunks in messages, "float16" or "bfloat16"; "": that of the parameters.
+        max_staleness: the option of this name; 0: no bound.
         slow: number of super learners whose steps take `slow_factor` times as long.
         failures_per_hour: failure rate of one super learner; a failed super learner is not replaced.
         spread: largest relative difference of a step from `step_s`.
@@ -112,6 +116,8 @@ class Cluster:
     minutes: float = 10.0
     rate: float = 1.0
     share: float = 1.0
+    wire: str = ""
+    max_staleness: int = 0
     slow: int = 0
     slow_factor: float = 1.0
     failures_per_hour: float = 0.0
@@ -127,6 +133,11 @@ class Cluster:
         for name, bound in bounds.items():
             in_bound(
                 f"a cluster: {name} ({OPTIONS.get(name, 'no option')})", getattr(self, name), bound
+            )
+        if self.wire not in WIRES:
+            raise ConfigError(
+                f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16 and bfloat16. Leave it "
+                "out to send the parameters as they are."
             )
         object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / self.share)))
         if 60 * self.minutes < self.step_s:
@@ -257,6 +268,8 @@ def job_of(
         joining: the array of a super learner that joins; None: none does.
         streams: whether messages travel over connections, which may end.
     """
+    if c.wire:  # two bytes are half of a parameter, whatever the type of the arrays
+        bytes_scale *= models[0].itemsize / 4
     network = Network(
         c.super_learners,
         c.seed + 1,
@@ -287,6 +300,7 @@ def job_of(
         checks=False,
         chunk_s=c.averaging_chunk_s * c.chunks / len(models[0]),
         exchange_share=c.share,
+        max_staleness=c.max_staleness,
         local=local,
     )
     _add(job, c, models, rounds is not None and rounds.peers is not None)
@@ -301,7 +315,7 @@ def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]], in_pairs: boo
     for i, schedule in enumerate(schedules(c.strategy, c.super_learners)):
         step_s = (c.step_s + c.averaging_step_s) * (c.slow_factor if i < c.slow else 1.0)
         job.add(
-            schedule, weight, c.rate, in_pairs, models[i], 0, dtype, -1, lane_nbytes,
+            schedule, weight, c.rate, in_pairs, models[i], 0, dtype, WIRES[c.wire], lane_nbytes,
             NEVER, step_s, c.spread, 0.0, c.deadline_s, 5.0,
         )  # fmt: skip
 

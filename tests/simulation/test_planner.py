@@ -48,6 +48,13 @@ def test_a_byte_of_a_share_brings_models_together_as_one_of_whole_exchanges(shar
     assert outcome.bytes_per_s[0] == pytest.approx(share * whole.bytes_per_s[0], rel=0.1)
 
 
+def test_16_bits_on_the_wire_are_half_of_the_bytes() -> None:
+    whole, half = plan(fast(8)), plan(fast(8, wire="bfloat16"))
+    assert half.bytes_per_s[0] == pytest.approx(whole.bytes_per_s[0] / 2, rel=0.02)
+    with pytest.raises(ConfigError, match=r"wire \(--wire\) is 'int3', allowed are float16"):
+        fast(8, wire="int3")
+
+
 def test_gossip_waits_for_no_slow_one_and_periodic_averaging_does() -> None:
     slow = {"slow": 1, "slow_factor": 5.0}
     gossip = plan(fast(8, **slow))
@@ -159,6 +166,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         *(f"--minutes {value}" for value in ("nan", "0", "-1", "inf")),
         *(f"--rate {value}" for value in ("nan", "0", "-1", "inf")),
         *(f"--share {value}" for value in ("nan", "0", "-1", "2")),
+        "--max-staleness -1",
     ],
 )
 def test_a_number_out_of_its_bound_is_refused(

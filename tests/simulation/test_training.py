@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -200,6 +201,7 @@ def test_strategies_in_step_follow_their_laws(
         "random_pairs",
         "fixed_ring",
         "gossip_pga:period=7+random_ring",
+        "gasloc:period=4,momentum=0.6+random_ring",
         "synchronous_gossip:order=atc",
     ],
 )
@@ -257,6 +259,26 @@ def test_buffers_are_averaged() -> None:
     assert 8 <= norm.num_batches_tracked <= 12
 
 
+class Counted(nn.Linear):
+    """A module that can be told from all others."""
+
+
+@pytest.mark.parametrize("optimizer", [sgd, torch.optim.AdamW])
+def test_a_run_leaves_nothing_to_the_garbage_collector(optimizer: Any) -> None:
+    """Or n models of each run of a study are kept until it runs."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(Counted(INPUTS, 1, dtype=torch.float64))
+
+    gc.collect()
+    gc.disable()
+    try:
+        train(task(model=model, optimizer=optimizer), cluster(4), steps=5, points=1)
+        assert not [found for found in gc.get_objects() if type(found) is Counted]
+    finally:
+        gc.enable()
+
+
 # ---- determinism ---------------------------------------------------------------------------------
 
 
@@ -265,7 +287,10 @@ def test_buffers_are_averaged() -> None:
     [
         "random_pairs",
         "diloco:period=3",
-        *(pytest.param(more, marks=pytest.mark.extended) for more in ("a2cid2", "noloco:period=3")),
+        *(
+            pytest.param(more, marks=pytest.mark.extended)
+            for more in ("a2cid2", "noloco:period=3", "gasloc:period=3")
+        ),
     ],
 )
 def test_a_seed_gives_the_same_bits(strategy: str) -> None:
@@ -306,6 +331,29 @@ def test_a_slow_link_slows_synchronous_training_by_the_all_reduce() -> None:
     assert outcome.points[-1].time_s == pytest.approx(10 * (0.1 + 2 * 3 / 4 * 200 / 1e3))
     assert outcome.sent_bytes == pytest.approx(10 * 2 * 3 / 4 * 200)
     assert train(task(), thin, steps=10).points[-1].time_s < 1.3
+
+
+def test_a_bound_on_staleness_makes_steps_wait() -> None:
+    """On a link that carries an exchange in four steps."""
+    thin = {"bytes_per_s": 500.0, "latency_s": 0.0, "spread": 0.0}
+    free, bound = (train(task(), cluster(4, max_staleness=k, **thin), steps=60) for k in (0, 2))
+    assert free.staleness_99 > 2 >= bound.staleness_99
+    assert bound.points[-1].time_s > 1.2 * free.points[-1].time_s
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_16_bits_on_the_wire_are_half_of_the_bytes_and_round(dtype: torch.dtype) -> None:
+    def of_dtype(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
+        return (batch.to(dtype) for batch in batches(i, n, seed))
+
+    tried = task(model=lambda: network().to(dtype), batches=of_dtype)
+    fast = {"parameters": 1e6, "bytes_per_s": 1e12}
+    whole, half = (
+        train(tried, cluster(3, wire=wire, **fast), steps=40) for wire in ("", "bfloat16")
+    )
+    assert half.sent_bytes == pytest.approx(whole.sent_bytes / 2, rel=0.1)
+    assert half.digest != whole.digest
+    assert half.points[-1].loss == pytest.approx(whole.points[-1].loss, rel=0.2)
 
 
 def test_minutes_end_a_run_too() -> None:
@@ -362,6 +410,13 @@ def test_a_super_learner_joins(strategy: str, who: int) -> None:
     assert outcome.points[-1].training == 5 - len(faults)
     assert 10 < outcome.steps[-1] < 45
     assert outcome.points[-1].loss < outcome.points[0].loss
+
+
+def test_nobody_is_refused() -> None:
+    """Members that cannot make their engine are for the simulation of faults: here that loses a run."""
+    for seed in range(8):
+        late = [Fault(1.0, "join", 4)]
+        assert train(task(), cluster(4, seed=seed), steps=20, faults=late, points=1).joined == 1
 
 
 def test_a_super_learner_that_joins_has_the_mean_of_shared_moments() -> None:

@@ -44,7 +44,7 @@ cdef enum:
     NO_MORE = 6             # to the sender itself: its deadline is over
     PACKED = 7              # to the giver itself: the gift can be sent
 
-cdef double REFUSED = 0.05  # probability that a member cannot make its engine
+cdef double REFUSED = 0.05  # probability that a member cannot make its engine; 0 where a model is trained
 
 
 cdef class Admission:
@@ -152,7 +152,8 @@ cdef int prepare(JobState job, int p, list members) except -1:
     begin(job, m.places[p])
     m.states[p].begins(members)
     if p != m.giver:
-        return say(job, p, m.states[p].votes(not happens(&job.net.chance, REFUSED)))
+        refused = happens(&job.net.chance, REFUSED) and job.local is None
+        return say(job, p, m.states[p].votes(not refused))
     m.values = np.mean([job.models[job.seats[q]].astype(np.float64) for q in m.members], axis=0)
     if m.newcomer_lost:
         return say(job, p, m.states[p].votes(False))

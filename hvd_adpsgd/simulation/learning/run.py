@@ -211,6 +211,12 @@ class EngineRun:
         self._measure()
         return self._outcome("time" if self._training() else "nobody trains")
 
+    def close(self) -> None:
+        """Drop job and super learners, which hold this run, so that no garbage collector is needed."""
+        for learner in self._learners:
+            learner.close()
+        self._learners, self._together, self._job = [], None, None
+
     def _due(self, number: int) -> int:
         assert self._budget.steps is not None
         return max(self._steps + 1, self._budget.steps * number // self._budget.points)

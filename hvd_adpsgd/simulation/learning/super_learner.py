@@ -132,7 +132,7 @@ class SuperLearner:
         self.rule.after_update()
         self.optimizer.zero_grad()  # frees the gradients: only one super learner has some at a time
         with torch.no_grad():
-            self.rule.pass_time()
+            self.rule.pass_time(step)
             self.rule.before_corrections()
         return loss
 
@@ -169,6 +169,10 @@ class SuperLearner:
         """They have been applied."""
         self.rule.after_corrections()
         self.rule.settle()
+
+    def close(self) -> None:
+        """Drop the rule, which holds this super learner."""
+        del self.rule
 
     def state(self) -> dict[str, Any]:
         """Return a copy of what a joining super learner receives besides the model."""

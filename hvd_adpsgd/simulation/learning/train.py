@@ -89,7 +89,11 @@ def train(
         training = Training(task, model, cluster, found, budget, shown, moments)
         if baseline is not None:
             return run_baseline(baseline, training)
-        return EngineRun(training, vmap).run()
+        run = EngineRun(training, vmap)
+        try:
+            return run.run()
+        finally:
+            run.close()
 
 
 @contextlib.contextmanager

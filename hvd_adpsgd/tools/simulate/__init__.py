@@ -169,6 +169,8 @@ def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
         minutes=args.minutes,
         rate=args.rate,
         share=args.share,
+        wire=args.wire,
+        max_staleness=args.max_staleness,
         slow=slow,
         slow_factor=slow_factor,
         failures_per_hour=units.failures(args.fail),

@@ -26,6 +26,8 @@ PLAN_DEFAULTS: dict[str, Any] = {
     "strategy": "random_pairs",
     "rate": 1.0,
     "share": 1.0,
+    "wire": "",
+    "max_staleness": 0,
     "minutes": 10.0,
     "random_seed": 0,
 }
@@ -163,6 +165,8 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         ("strategy", str, "SPEC", "averaging strategy, as averaging="),
         ("rate", float, "R", "exchanges per step"),
         ("share", float, "S", "share of the model that an exchange moves"),
+        ("wire", str, "TYPE", "float16 or bfloat16, as wire_dtype=; empty: that of the parameters"),
+        ("max_staleness", int, "K", "as max_staleness=, 0 for no bound"),
         ("minutes", float, "M", "minutes of training"),
         ("random_seed", int, "N", "seed of all random numbers"),
     ):
