@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -30,7 +29,9 @@ from typing import Any
 import torch
 
 from examples import byte_transformer
+from examples.acoustic_model.prepare_data import usable_cores
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
+from examples.studies.runs import Cell, Run, perform
 from hvd_adpsgd.simulation.learning import Task, train
 from hvd_adpsgd.simulation.planner import Cluster
 
@@ -46,6 +47,8 @@ OPTIMIZERS = {
 STEP_S, BYTES_PER_S, LATENCY_S = 0.05, 1.25e8, 50e-6
 # 97.5 % quantiles of Student's t, by degrees of freedom
 QUANTILES = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+NAMES = ("n", "sequences", "optimizer", "scheme", "rate", "seed", "steps")
 
 Key = tuple[int, int, str, str]  # n, sequences, optimizer, scheme
 Losses = dict[float, list[float]]  # by rate, by seed
@@ -66,6 +69,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     add("--optimizers", nargs="+", default=["adamw"], choices=OPTIMIZERS)
     add("--schemes", nargs="+", default=list(SCHEMES))
+    add("--jobs", type=int, default=usable_cores(), help="runs at a time")
     add("--out", type=Path, default=Path("out/moments"))
     add("--table", action="store_true", help="print and draw what --out holds; train nothing")
     options = parser.parse_args(argv)
@@ -75,16 +79,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             within(f"--{name}", value, low, high)
     within("--steps", options.steps, 1, 10**6)
     within("--seeds", options.seeds, 1, len(QUANTILES))
+    within("--jobs", options.jobs, 1, 1024)
     for scheme in options.schemes:
         if scheme.partition("@")[2] not in ("", "own", "shared"):
             raise Problem(f"--schemes {scheme}: after @ allowed are own and shared")
     return options
 
 
-def trained(
-    n: int, sequences: int, optimizer: str, scheme: str, rate: float, seed: int, steps: int
-) -> dict[str, Any]:
+def trained(cell: Cell) -> Run:
     """Train once; return what it was, and what the mean model has learned."""
+    n, sequences, optimizer, scheme, rate, seed, steps = cell
     task = Task(
         model=byte_transformer.model,
         loss=byte_transformer.loss,
@@ -116,9 +120,11 @@ def trained(
             "digest": done.digest,
         }
     return {
-        "n": n, "sequences": sequences, "optimizer": optimizer, "scheme": scheme, "rate": rate, "seed": seed,
-        "steps": steps, "loss": loss, "seconds": time.monotonic() - began, **found,
-    }  # fmt: skip
+        **dict(zip(NAMES, cell, strict=True)),
+        "loss": loss,
+        "seconds": time.monotonic() - began,
+        **found,
+    }
 
 
 def by_scheme(runs: Iterable[dict[str, Any]]) -> dict[Key, Losses]:
@@ -206,9 +212,6 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "runs.json"
-    runs: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
-    names = ("n", "sequences", "optimizer", "scheme", "rate", "seed", "steps")
-    made = {tuple(one[name] for name in names) for one in runs}
     grid = itertools.product(
         options.n,
         options.batch,
@@ -216,16 +219,10 @@ def main() -> None:
         options.schemes,
         options.rates,
         range(options.seeds),
+        [options.steps],
     )
-    missing = [] if options.table else [one for one in grid if (*one, options.steps) not in made]
-    for number, one in enumerate(missing):
-        runs.append(trained(*one, options.steps))
-        file.write_text(json.dumps(runs, indent=1))
-        shown = runs[-1]
-        print(
-            f"{number + 1}/{len(missing)}  {one}  {shown['loss']:.3f}  {shown['seconds']:.0f} s",
-            flush=True,
-        )
+    cells = [] if options.table else list(grid)
+    runs = perform(file, cells, NAMES, trained, options.jobs)
     if not runs:
         raise Problem(f"{file} holds no runs. Leave --table out.")
     found = by_scheme(one for one in runs if one["steps"] == options.steps)
