@@ -39,5 +39,6 @@ def run_blocks(page, tmp_path, env):
     blocks = [textwrap.dedent(block) for block in FENCE.findall(page.read_text())]
     file = tmp_path / "blocks.json"
     file.write_text(json.dumps(blocks))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")  # whose files a page names
     ran = run_learners(2, PROGRAM, args=[str(file)], env=env, launcher="horovodrun")
     assert f"blocks run: {len(blocks)}" in ran.checked().stdout
