@@ -102,13 +102,11 @@ def admit(
         return state
     if world.is_plain:
         return state
-    with on_failure("continue"):
-        with held(world, DOING, by_job=True):
-            packed, problem = _packed(state)
-            chosen = _survey(world, patience_s, problem)
-        if chosen is not None:  # it must have what the job has, so no dropped optimizer may be left
-            with held(world, DOING, by_job=True, collects=True):
-                _admit(world, chosen, model, optimizers, packed)
+    with on_failure("continue"), held(world, DOING, by_job=True):
+        packed, problem = _packed(state)
+        chosen = _survey(world, patience_s, problem)
+        if chosen is not None:
+            _admit(world, chosen, model, optimizers, packed)
     tell_membership(worlds.current(), joined=False)
     return state
 

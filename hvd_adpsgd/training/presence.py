@@ -50,58 +50,29 @@ def stop_unreferenced() -> None:
 
 
 @contextlib.contextmanager
-def held(
-    world: World, doing: str, by_job: bool = False, collects: bool = False
-) -> Iterator[list[Averaging]]:
+def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averaging]]:
     """Yield the Averaging of each optimizer that all learners of this super learner hold, oldest first.
 
     For operations over all learners, all of which enter the `with` block together. An averaging ends in a
     super learner with the first of its learners that drops the optimizer: it is stopped here, too. Inside the
     block no optimizer is freed.
 
-    The garbage collector takes a quarter of a second in a process that has imported torch, so it runs only
-    if learners hold different optimizers. One that all have dropped and none has collected averages on.
-
     Args:
         world: the World of this learner.
         doing: name of the operation, for messages.
         by_job: whether all learners of the job must hold an optimizer, not only those of the super learner.
-        collects: whether to run the garbage collector in any case.
     """
-    if collects:
-        stop_unreferenced()
-    mine, optimizers, told = _all_hold(world, doing)
-    if not collects and _differ(told, by_job):
-        del optimizers
-        stop_unreferenced()
-        mine, optimizers, told = _all_hold(world, doing)
-    concerned = [its for super_rank, its in told if by_job or super_rank == world.super_rank]
+    stop_unreferenced()
+    mine = live()
+    optimizers = [averaging.optimizer() for averaging in mine]  # keeps the optimizers alive
+    told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))
+    concerned = [set(its) for super_rank, its in told if by_job or super_rank == world.super_rank]
     common = set.intersection(*concerned)
     for averaging in mine:
         if averaging.number not in common:
             stop_as_dropped(averaging, doing)
     yield [averaging for averaging in mine if averaging.number in common]
     del optimizers
-
-
-def _all_hold(
-    world: World, doing: str
-) -> tuple[list[Averaging], list[torch.optim.Optimizer | None], list[tuple[int, set[int]]]]:
-    """Return the running averagings, their optimizers, which stay alive, and all learners' numbers.
-
-    The numbers are those of a learner's averagings, with the number of its super learner.
-    """
-    mine = live()
-    optimizers = [averaging.optimizer() for averaging in mine]
-    told = world.collectives.gather(doing, (world.super_rank, {a.number for a in mine}))
-    return mine, optimizers, told
-
-
-def _differ(told: list[tuple[int, set[int]]], by_job: bool) -> bool:
-    """Whether learners of one super learner, or with `by_job` of any, hold different optimizers."""
-    one = dict(told)  # of each super learner, one of its learners
-    reference = told[0][0]
-    return any(its != one[reference if by_job else super_rank] for super_rank, its in told)
 
 
 def stop_as_dropped(averaging: Averaging, doing: str) -> None:

@@ -103,56 +103,10 @@ def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -
     assert [facts["spread"] for facts in told] == [0.0] * 4
 
 
-def test_operations_of_all_collect_garbage_only_where_learners_hold_different_optimizers() -> None:
-    """A collection takes a quarter of a second in a process that has imported torch."""
-    program = """
-        import gc
-        import torch
-        import hvd_adpsgd.torch as hvd
-        hvd.init()
-        gc.disable()
-        model = torch.nn.Linear(20, 10)
-        collections = []
-        gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
-
-        def wrapped():
-            return hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
-
-        def operations():
-            collections.clear()
-            hvd.average_model(model)
-            with hvd.averaging_paused():
-                pass
-            with hvd.averaged(model):
-                pass
-            hvd.admit(model, [])
-            return len(collections)
-
-        optimizer = wrapped()
-        alike = operations()
-        del optimizer
-        dropped = operations()
-        optimizer = wrapped()
-        del optimizer
-        if hvd.rank() == 1:
-            gc.collect()
-        say(rank=hvd.rank(), alike=alike, dropped=dropped, differ=operations())
-    """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
-    told = run_learners(4, program, env=env).checked().by_rank()
-    assert [(facts["alike"], facts["dropped"]) for facts in told] == [(0, 0)] * 4
-    assert all(facts["differ"] > 0 for facts in told)
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(holder: int) -> None:
-    """Its super learner stops averaging with it, as in a job in which all learners have dropped it.
-
-    They notice in the first operation after the garbage collector has found it on one learner.
-    """
+    """Its super learner stops averaging with it, as in a job in which all learners have dropped it."""
     program = """
-        import gc
         import torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.errors import NotInitializedError
@@ -188,7 +142,6 @@ def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(ho
             if rank == holder:
                 held.append(optimizer)
             del optimizer
-            gc.collect()
             act()
             hvd.average_model(model)
             hvd.average_model(kept_model)
