@@ -247,6 +247,9 @@ class _OuterStep(UpdateRule):
             return
         moved = torch._foreach_sub(self.model, self._start)
         torch._foreach_add_(self._push, moved, alpha=law.rate)
+        if not all(bool(torch.isfinite(push).all()) for push in self._push):
+            self.start()  # the model was not finite in this block, and perhaps is again
+            return
         _hold_frozen(self.model, self._push)
         torch._foreach_mul_(self._push, law.momentum)
         torch._foreach_add_(self.model, moved, alpha=law.rate - 1)

@@ -128,6 +128,18 @@ def test_frozen_parameters_have_no_momentum() -> None:
     assert (learner.w == before).all()
 
 
+def test_a_model_that_is_finite_again_trains_on() -> None:
+    learner = Learner(GASLoC(2, 0.7, 0.5))
+    learner.step(np.full(SIZE, np.nan))
+    with torch.no_grad():
+        learner.model.fill_(3.0)  # as average_model gives the mean of the others
+    for _ in range(3):
+        learner.step(np.zeros(SIZE))
+    assert (learner.w == 3.0).all()
+    learner.step(np.ones(SIZE))
+    assert np.isfinite(learner.w).all()
+
+
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended() -> None:
     one, other = (Learner(GASLoC(3, 0.7, 0.5)) for _ in range(2))
     drawn = [update[0] for update in updates(3)]
