@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "a member goes over without the decision",
         ADMISSION,
-        "        return say(job, p, m.states[p].votes(not happens(&job.net.chance, REFUSED)))\n",
-        "        say(job, p, m.states[p].votes(not happens(&job.net.chance, REFUSED)))\n"
+        "        return say(job, p, m.states[p].votes(not refused))\n",
+        "        say(job, p, m.states[p].votes(not refused))\n"
         "        if m.states[p].stage is MemberStage.VOTED:\n"
         "            m.states[p].goes_over(True, members)\n"
         "            go_over(job, p)\n"
