@@ -32,7 +32,7 @@ class GASLoC(Strategy):
 
     The mean of all models moves by outer steps only, once both sides of an exchange have ended a block: gamma
     times what an exchange moves a model by follows at the end of each one's block.
-    What a script sets the model to within a block (hvd.average_model, a loaded model) counts as a local update.
+    What a script sets the model to in a block (hvd.average_model, a loaded one) counts as a local update.
 
     Args:
         period: local steps in a block, >= 1.
