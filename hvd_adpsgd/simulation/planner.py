@@ -245,6 +245,8 @@ def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
     """Build the simulated job, not started, and return with it the seconds until each super learner fails."""
     random = np.random.default_rng(c.seed)
     models = [random.standard_normal((c.chunks, ELEMENTS)) for _ in range(c.super_learners)]
+    if c.wire:  # float32 as the planned model, so that 16 bits are half, and sums, which have all bits, whole
+        models = [model.astype(np.float32) for model in models]
     job = job_of(c, models, bytes_scale=c.model_nbytes / models[0].nbytes)
     return job, _strike(job, c)
 
@@ -268,8 +270,6 @@ def job_of(
         joining: the array of a super learner that joins; None: none does.
         streams: whether messages travel over connections, which may end.
     """
-    if c.wire:  # two bytes are half of a parameter, whatever the type of the arrays
-        bytes_scale *= models[0].itemsize / 4
     network = Network(
         c.super_learners,
         c.seed + 1,
@@ -414,7 +414,9 @@ def _outcome(
         staleness_mean=float(np.arange(staleness.size) @ staleness / total),
         staleness_99=int(np.searchsorted(np.cumsum(staleness), 0.99 * total)),
         staleness=staleness.tolist(),
-        decay=_decay(distances),
+        decay=None
+        if c.wire
+        else _decay(distances),  # models come no closer than rounding lets them
         decay_in_theory=theoretical_decay(n, c.share)
         if parse(c.strategy).name == "random_pairs"
         else None,

@@ -51,6 +51,11 @@ def test_a_byte_of_a_share_brings_models_together_as_one_of_whole_exchanges(shar
 def test_16_bits_on_the_wire_are_half_of_the_bytes() -> None:
     whole, half = plan(fast(8)), plan(fast(8, wire="bfloat16"))
     assert half.bytes_per_s[0] == pytest.approx(whole.bytes_per_s[0] / 2, rel=0.02)
+    assert half.decay is None
+    sums = {"strategy": "periodic_averaging:period=2"}  # of all bits
+    assert plan(fast(8, wire="bfloat16", **sums)).bytes_per_s == pytest.approx(
+        plan(fast(8, **sums)).bytes_per_s, rel=0.02
+    )
     with pytest.raises(ConfigError, match=r"wire \(--wire\) is 'int3', allowed are float16"):
         fast(8, wire="int3")
 
