@@ -36,7 +36,9 @@ def perform(
     missing = [cell for cell in cells if cell not in made]
     for number, (cell, run) in enumerate(_trained(missing, train, jobs)):
         runs.append(run)
-        file.write_text(json.dumps(runs, indent=1))
+        new = file.with_suffix(".new")  # an interruption loses no run
+        new.write_text(json.dumps(runs, indent=1))
+        new.replace(file)
         print(
             f"{number + 1}/{len(missing)}  {cell}  {run['loss']:.3f}  {run['seconds']:.0f} s",
             flush=True,
@@ -53,4 +55,8 @@ def _trained(
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         started = {pool.submit(train, cell): cell for cell in cells}
-        yield from ((started[one], one.result()) for one in as_completed(started))
+        try:
+            yield from ((started[one], one.result()) for one in as_completed(started))
+        except BaseException:  # Ctrl-C too: what has not begun does not
+            pool.shutdown(cancel_futures=True)
+            raise

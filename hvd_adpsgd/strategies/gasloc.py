@@ -30,8 +30,8 @@ class GASLoC(Strategy):
     lock step; here exchanges take place at any time, at the pace of `exchanges_per_step`. For as
     few bytes as in the paper set that to 1 / period.
 
-    The mean of all models moves by outer steps only, once both sides of an exchange have ended a block: gamma
-    times what an exchange moves a model by follows at the end of each one's block.
+    The mean of all models is that of outer steps alone where both sides of each exchange have ended equally
+    many blocks since: gamma, gamma^2, ... times what it moved a model by follow at the ends of its blocks.
     What a script sets the model to in a block (hvd.average_model, a loaded one) counts as a local update.
 
     Args:

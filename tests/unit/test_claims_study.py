@@ -54,6 +54,14 @@ def test_the_surface_is_bold_within_five_percent_of_the_best_baseline() -> None:
     assert "| 16 | fixed_ring | 2 | none | diverged | **1.030** |" in lines
 
 
+def test_nothing_is_bold_where_the_baseline_diverges() -> None:
+    found = [
+        one("batch", "synchronous", 0, loss=math.inf),
+        one("batch", "fixed_ring", 0, loss=9.0),
+    ]
+    assert "| 16 | fixed_ring | 2 | none | 9.000 |" in claims.batch_table(found).splitlines()
+
+
 def test_times_are_those_of_synchronous_training_without_a_slow_learner() -> None:
     found = [
         one("straggler", "synchronous", 0, time_s=10.0, loss=1.0),
@@ -61,8 +69,8 @@ def test_times_are_those_of_synchronous_training_without_a_slow_learner() -> Non
         one("straggler", "random_pairs", 0, slow=10.0, time_s=10.6, loss=1.1),
     ]
     lines = claims.straggler_table(found).splitlines()
-    assert "| 16 | 256 | synchronous | 1.00, 1.000 | 10.00, 1.000 |" in lines
-    assert "| 16 | 256 | random_pairs |  | 1.06, 1.100 |" in lines
+    assert "| 16 | synchronous | 256 | 2 | none | 1.00, 1.000 | 10.00, 1.000 |" in lines
+    assert "| 16 | random_pairs | 256 | 2 | none |  | 1.06, 1.100 |" in lines
 
 
 def counted(cell: runs.Cell) -> runs.Run:
