@@ -329,6 +329,13 @@ class Collectives:
                 self.messages.poll()
                 self._note_left()
 
+    def left(self) -> set[int]:
+        """Return the ranks of the learners that have said that they leave in order."""
+        with self.lock.within(0) as is_between, contextlib.suppress(TransportError):
+            if is_between:  # else the operation that runs receives the messages
+                self.messages.poll()
+        return {self._ranks[place] for place in self.messages.left - self.messages.failing}
+
     def _note_left(self) -> set[int]:
         """Record in the membership the learners that have left in order; return their ranks."""
         left = {self._ranks[place] for place in self.messages.left - self.messages.failing}

@@ -396,7 +396,7 @@ def shut_down() -> None:
     ends = time.monotonic() + seconds
     stopped = _stop_horovod(seconds) and finished
     # engines stop before the barrier, communicators are freed after it: else operations of peers would fail
-    if world.teardown.meet(stopped, ends):
+    if world.teardown.meet(stopped, ends, world.collectives.left):
         plain = world.collectives.close(seconds) if finished else None
         comms = (world.outer, world.inner, world.host, plain, world.collectives.comm)
         world.teardown.free_all(comms, seconds)

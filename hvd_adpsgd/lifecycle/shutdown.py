@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
@@ -105,6 +105,15 @@ class ShutdownBarrier:
         if isinstance(self.comm, Communicator):
             return {self.ranks[place] for place in self.comm.look_at_all()}
         return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
+
+    def failed(self) -> set[int]:
+        """Return the ranks in the job of learners that exited before the barrier, as all learners agree.
+
+        A learner may be told of an exit before its own transport reports it. Empty after a timeout.
+        """
+        core = self.messages.agreement
+        decision = core.decision(core.number - 1)
+        return {self.ranks[place] for place in decision.failed} if decision else set()
 
     @functools.cached_property
     def messages(self) -> Messages:
@@ -226,12 +235,13 @@ class Teardown:
         """Whether this learner exits because of a failure."""
         return self._membership.own_failed or (self.has_begun and script_fails())
 
-    def meet(self, stopped: bool, ends: float) -> bool:
+    def meet(self, stopped: bool, ends: float, left: Callable[[], Collection[int]]) -> bool:
         """Run the shutdown barrier; record the outcome in `exit_state`.
 
         Args:
             stopped: whether Horovod has stopped in this process.
             ends: deadline, of time.monotonic.
+            left: returns the ranks of the learners that have said that they leave in order.
 
         Returns:
             Whether all learners reached the barrier, and none has failed: then communicators can be freed and
@@ -244,7 +254,7 @@ class Teardown:
         clean = stopped and failing is not None and not barrier.ended()
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
-            self._note_dead_mates()
+            self._note_dead(left)
         exit_state.failed = self._membership.failed_ranks()
         exit_state.has_failures = bool(exit_state.failed) or not stopped
         if not clean:
@@ -262,17 +272,21 @@ class Teardown:
                 last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
         return bool(last)
 
-    def _note_dead_mates(self) -> None:
-        """Record as failed the learners of this super learner that exited between engine stop and barrier.
+    def _note_dead(self, left: Callable[[], Collection[int]]) -> None:
+        """Record as failed the learners that have exited without having reached the barrier or left.
 
-        An engine that runs reports such failures itself.
+        Running engines report such failures themselves; here engines have stopped.
         """
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
-        dead = silent & self._barrier.ended()
-        if dead and not self._membership.own_failed:
-            self._membership.fail(dead)
-            where = f"super learner {self._membership.own}"
-            log.warning("learners %s of %s failed while it was leaving.", sorted(dead), where)
+        ended = self._barrier.ended()
+        dead = self._barrier.failed() | (silent & ended)
+        dead -= {*left(), *self._membership.failed_ranks()}
+        if not dead:
+            return
+        self._membership.fail(dead)
+        is_first = self._barrier.rank == min(set(self._barrier.ranks) - ended - dead)
+        level = logging.WARNING if is_first else logging.INFO
+        log.log(level, "learners %s failed while all learners were leaving.", sorted(dead))
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
         """Free the communicators; called after the barrier, until which learners may use them."""

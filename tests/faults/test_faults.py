@@ -281,23 +281,29 @@ def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("where", "line"),
+    ("where", "size", "line"),
     [
-        ("shutdown", "learners [3] of super learner 1 failed while it was leaving"),
-        pytest.param("pause", "barrier: learners [3] are gone", marks=pytest.mark.extended),
+        ("shutdown", 2, "learners [3] failed while all learners were leaving"),
+        ("barrier", 1, "learners [3] failed while all learners were leaving"),
+        pytest.param("barrier", 4, "learners [3] failed while all", marks=pytest.mark.extended),
+        pytest.param("pause", 2, "barrier: learners [3] are gone", marks=pytest.mark.extended),
     ],
 )
-def test_a_follower_killed_when_all_is_trained_is_told(where: str, line: str) -> None:
-    """No gradient is left that would show it, and its leader has no reason to fail."""
+def test_a_learner_killed_when_all_is_trained_is_told(where: str, size: int, line: str) -> None:
+    """No gradient and no exchange is left that would show it; a follower's leader has no reason to fail."""
     program = f"""
+        from hvd_adpsgd.lifecycle.shutdown import Teardown
+        meet = Teardown.meet
         if {where!r} == "shutdown":
             worlds.current().teardown.at_shutdown(lambda: rank == 3 and die())
+        elif {where!r} == "barrier":
+            Teardown.meet = lambda *args: die() if rank == 3 else meet(*args)
         else:
             hvd.barrier()
             rank == 3 and die()
             hvd.barrier()
     """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "60"}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": f"{size}", "HVD_ADPSGD_LEAVE_DEADLINE_S": "60"}
     result = run_learners(4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
     assert line in result.stderr, result.report()
     assert result.returncode == FAILED_STATUS, result.report()

@@ -72,7 +72,11 @@ def killed_while_wrapping(k: int, victim: int, delay_s: float) -> None:
 
 @pytest.mark.parametrize(
     ("k", "victim", "delay_s"),
-    [pytest.param(1, 1, 0.0, marks=pytest.mark.extended), (1, 0, 4e-3), (2, 3, 2e-3)],
+    [
+        (1, 0, 4e-3),
+        pytest.param(1, 1, 0.0, marks=pytest.mark.extended),
+        pytest.param(2, 3, 2e-3, marks=pytest.mark.extended),
+    ],
 )
 def test_wrapping_survives_a_loss(k: int, victim: int, delay_s: float) -> None:
     killed_while_wrapping(k, victim, delay_s)

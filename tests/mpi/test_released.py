@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("programs") / "released.py"
 MODEL_MIB = 4
-WRAPS = 20  # of programs/released.py
+WRAPS = 12  # of programs/released.py
 
 
 @functools.cache

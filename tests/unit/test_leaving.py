@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +18,8 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.lifecycle import shutdown
-from hvd_adpsgd.lifecycle.shutdown import _is_last
+from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown, _is_last
 from hvd_adpsgd.messaging.messages import COMPLETE, Messages
 from tests.silent_network import AGREEMENT, LEAVES, SilentNetwork
 
@@ -226,3 +233,63 @@ def test_a_learner_that_leaves_tells_whether_it_fails(
         np.frombuffer(data, np.int32)[0] for _, channel, data in network.sent if channel == LEAVES
     ]
     assert told == [fails, fails]
+
+
+class SharedNetwork(SilentNetwork):
+    """The network of one of several learners of this process; it moves what they send to each other."""
+
+    def __init__(self, place: int, inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]]):
+        super().__init__(len(inboxes))
+        self._place, self._inboxes = place, inboxes
+
+    def Get_rank(self) -> int:
+        return self._place
+
+    def send(self, place: int, tag: int, data: Any) -> None:
+        self._inboxes[place].put((self._place, tag, np.frombuffer(bytes(data), dtype=np.uint8)))
+
+    def poll(self) -> Iterator[tuple[int, int, Any]]:
+        while not self._inboxes[self._place].empty():
+            yield self._inboxes[self._place].get()
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("groups", [[(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)], [(0, 1, 2, 3)]])
+@pytest.mark.parametrize("left", [set(), {3}])
+def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
+    groups: list[tuple[int, ...]],
+    left: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Learner 3 has exited, as the network of learner 1 alone reports; or it has said that it leaves."""
+    inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]] = [queue.SimpleQueue() for _ in range(4)]
+    outcomes = threading.local()
+
+    class Outcome:
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(outcomes, name, value)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(outcomes, name)
+
+    monkeypatch.setattr(shutdown, "exit_state", Outcome())
+
+    def shut_down(rank: int) -> tuple[bool, bool, bool]:
+        network = SharedNetwork(rank, inboxes)
+        network.failed = {3} if rank == 1 else set()
+        own = next(i for i, group in enumerate(groups) if rank in group)
+        membership = Membership(groups, [f"node {i}" for i in range(len(groups))], own)
+        mates = groups[own]
+        done = np.zeros(len(mates), dtype=np.uint8)
+        teardown = Teardown(ShutdownBarrier(network, (0, 1, 2, 3)), membership, mates, done)
+        clean = teardown.meet(True, time.monotonic() + 60, lambda: left)
+        return clean, 3 in membership.failed_ranks(), bool(shutdown.exit_state.has_failures)
+
+    with caplog.at_level("WARNING", "hvd_adpsgd"), ThreadPoolExecutor(3) as learners:
+        ends = list(learners.map(shut_down, range(3)))
+    assert ends == [(False, not left, not left)] * 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([] if left else ["learners [3] failed while all learners were leaving."])

@@ -13,7 +13,7 @@ from learner import DEADLINE_S, outcome, say
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.training import watching
 
-WRAPS = 20
+WRAPS = 12
 
 
 def held() -> dict[str, Any]:
