@@ -6,11 +6,13 @@
     horovodrun -np 4 python -m examples.acoustic_model.train --strategy random_ring:seed=3   any spec
 
 With HVD_ADPSGD_SUPER_LEARNER_SIZE=2 four learners form two super learners.
-All strategies see the same number of samples. --batch and --lr are those of one learner; the rate is
-multiplied by the number of learners (or by --scale) after a linear warm-up, so that `single` is the
-baseline with the batch and rate of one learner. `--schedule papers` warms up over 5/8 of the epochs, as
-the papers did over 10 of 16; then the rate falls by 1/sqrt(2) per epoch. `--schedule exponential` is
-Kaldi's: the rate starts at LR x SCALE and falls to a tenth of that, by the same factor in every step.
+All strategies see the same number of samples; with --pool a slow learner takes fewer of them.
+--batch and --lr are those of one learner; the rate is multiplied by the number of learners (or by --scale)
+after a linear warm-up, so that `single` is the baseline with the batch and rate of one learner. `--schedule
+papers` warms up over 5/8 of the epochs, as the papers did over 10 of 16; then the rate falls by 1/sqrt(2) per
+epoch. `--schedule exponential` is Kaldi's: the rate starts at LR x SCALE and falls to a tenth of that, by the
+same factor in every step.
+--slow 3:5 and --kill 3:1.5 disturb a learner, to see what the others do.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
+import json
 import math
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -32,13 +36,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from examples.acoustic_model.speech import corpus, journal, strategy
+from examples.acoustic_model.speech import corpus, journal, pool, strategy
 from examples.acoustic_model.speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
 from examples.acoustic_model.speech.problem import Problem, new_parser, require, run, within
 
 COMBINATIONS = ("plain", "weighted")  # kinds of mean of all models for the final model
 SCHEDULES = ("short", "papers", "exponential")
 OPTIMIZERS = ("sgd", "natural")
+BACKWARD = 2.0  # time of a backward pass / time of a forward pass
 SHOWN = ("staleness_mean", "consensus_distance", "exchanges")
 
 
@@ -75,6 +80,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--hidden", type=int, help="cells per direction, or width of a layer")
     add("--activation", choices=tuple(ACTIVATIONS), help="activation of a DNN (default: sigmoid)")
     add("--init", type=Path, metavar="FILE", help="hidden layers of a DNN, written by pretrain_rbm")
+    add("--pool", action="store_true", help="super learners take minibatches as they get ready")
+    add(
+        "--slow",
+        type=disturbance,
+        metavar="RANK:FACTOR",
+        help="steps of RANK take FACTOR x as long",
+    )
+    add(
+        "--kill",
+        type=disturbance,
+        metavar="RANK:EPOCHS",
+        help="SIGKILL RANK after EPOCHS of its own",
+    )
     add("--projection", type=int, help="width of the linear layer before the outputs, 0 for none")
     options = parser.parse_args(argv)
     for name, low, high in (("seed", 0, 2**31 - 1), ("epochs", 1, 10_000), ("batch", 1, 2**20)):
@@ -94,8 +112,24 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--combine {options.combine} with --strategy {options.strategy}: there is one model only; "
             "leave --combine out"
         )
+    if options.pool and strategy.waits(options.strategy):
+        raise Problem(
+            f"--pool with --strategy {options.strategy}: its learners make equal numbers of steps; "
+            "leave --pool out"
+        )
     options.out = options.out or Path("out/runs") / strategy.folder_name(options.strategy)
     return options
+
+
+def disturbance(text: str) -> tuple[int, float]:
+    """Return the rank and the number of RANK:NUMBER, the value of an option."""
+    rank, _, number = text.partition(":")
+    try:
+        if rank.isdecimal() and 0 < float(number) < 1e6:
+            return int(rank), float(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not RANK:NUMBER, for instance 3:5")
 
 
 def _require_no_plateau(options: argparse.Namespace) -> None:
@@ -241,10 +275,15 @@ class Trainer:
                 f"--batch {options.batch} x {hvd.size()} learners is more than the "
                 f"{len(self.train)} segments in {options.data}"
             )
-        self.sampler = DistributedSampler(
-            self.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed
-        )
-        batches = BatchSampler(self.sampler, options.batch, drop_last=True)
+        self.slowdown = self._chosen(options.slow, 1.0)
+        self.lifetime = self._chosen(options.kill, math.inf)
+        if options.pool:
+            batches = self.sampler = pool.Pool(hvd, len(self.train), options.batch, options.seed)
+        else:
+            self.sampler = DistributedSampler(
+                self.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed
+            )
+            batches = BatchSampler(self.sampler, options.batch, drop_last=True)
         self.loader = DataLoader(self.train, sampler=batches, batch_size=None)
         torch.manual_seed(options.seed)
         self.model = make(shape)
@@ -258,6 +297,10 @@ class Trainer:
         )
         self.progress = {"epoch": 0, "samples": 0, "seconds": 0.0}
         self._restore()
+
+    def _chosen(self, given: tuple[int, float] | None, otherwise: float) -> float:
+        """Return the number of an option RANK:NUMBER if this learner has that rank."""
+        return given[1] if given and given[0] == self.hvd.rank() else otherwise
 
     def _restore(self) -> None:
         """Broadcast rank 0's model, optimizer and progress, which are new or from the checkpoint.
@@ -281,23 +324,40 @@ class Trainer:
         rates = ("lr", "scale", "momentum", "schedule", "warmup", "anneal")
         chosen = {name: getattr(self.options, name) for name in (*run, *rates)}
         chosen["init"] = str(self.options.init)
-        return chosen | {"learners": self.hvd.size()} | asdict(self.model.shape)
+        return (
+            chosen
+            | {"learners": self.hvd.size(), "pool": self.options.pool}
+            | asdict(self.model.shape)
+        )
 
     def epoch(self, epoch: int) -> float:
         """Train one epoch; return this learner's mean loss per frame."""
         self.sampler.set_epoch(epoch)
         self.model.train()
-        steps, total = len(self.loader), 0.0
+        steps, total, done, began = len(self.loader), 0.0, 0, time.perf_counter()
         with _bar(self.hvd, steps, epoch) as bar:
-            for step, (frames, labels) in enumerate(self.loader):
-                self._set_rate(epoch + step / steps)
+            for done, (frames, labels) in enumerate(self.loader, start=1):
+                now = epoch + (self.sampler.part if self.options.pool else (done - 1) / steps)
+                if now >= self.lifetime:
+                    self._die(now, time.perf_counter() - began)
+                self._set_rate(now)
                 total += self._step(frames, labels)
                 bar.update()
-        return total / steps
+        return total / max(1, done)
+
+    def _die(self, epochs: float, seconds: float) -> None:
+        """Write killed.json, then end as a process that is killed."""
+        died = {"epochs": epochs, "seconds": self.progress["seconds"] + seconds}
+        (self.options.out / "killed.json").write_text(json.dumps(died) + "\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _step(self, frames: torch.Tensor, labels: torch.Tensor) -> float:
         self.optimizer.zero_grad()
+        began = time.perf_counter()
         loss = _loss(self.model(frames), labels) / max(1, int((labels >= 0).sum()))
+        if self.slowdown > 1:  # before backward(), in which Horovod begins to send gradients
+            passes = (1 + BACKWARD) * (time.perf_counter() - began)
+            time.sleep((self.slowdown - 1) * passes)
         loss.backward()
         self.optimizer.step()
         if hasattr(self.hvd, "log"):  # plain Horovod has no hvd.log()
@@ -305,6 +365,7 @@ class Trainer:
         return loss.item()
 
     def _set_rate(self, epoch: float) -> None:
+        """Set the rate at an epoch of the job: with --pool a slow learner has the rate of the others."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.options, self.hvd.size(), epoch)
 

@@ -32,7 +32,8 @@ class GASLoC(Strategy):
 
     The mean of all models is that of outer steps alone where both sides of each exchange have ended equally
     many blocks since: gamma, gamma^2, ... times what it moved a model by follow at the ends of its blocks.
-    What a script sets the model to in a block (hvd.average_model, a loaded one) counts as a local update.
+    What a script sets the model to in a block counts as a local update; what hvd.average_model does, as c
+    without momentum.
 
     Args:
         period: local steps in a block, >= 1.

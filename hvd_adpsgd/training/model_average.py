@@ -63,9 +63,12 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         concerned = [a for a in averagings if any(t in a.tensors.parameters for t in tensors)]
         stack.enter_context(paused(world, doing, concerned))
         means = _finite_means(world, doing, tensors, float(weight))
+        for averaging in concerned:
+            averaging.rule.before_mean()
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.data.copy_(mean)
         for averaging in concerned:
+            averaging.rule.after_mean()
             averaging.tensors.forget(tensors)
 
 

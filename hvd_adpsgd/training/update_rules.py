@@ -86,6 +86,12 @@ class UpdateRule:
     def settle(self) -> None:
         """Hook of a pause, after all corrections were added: average_model or a checkpoint comes next."""
 
+    def before_mean(self) -> None:
+        """Hook before average_model sets the model to the mean of all super learners."""
+
+    def after_mean(self) -> None:
+        """Hook after average_model has set the model."""
+
     def adapt(self, law: laws.Rule | None) -> None:
         """Take the constants of `law`: this update rule for the number of super learners after a join."""
 
@@ -263,6 +269,13 @@ class _OuterStep(UpdateRule):
         moved = torch._foreach_sub(self.model, self._before)
         torch._foreach_add_(self._start, moved)
         torch._foreach_add_(self._push, moved)
+        self._before = []
+
+    before_mean = before_corrections
+
+    def after_mean(self) -> None:
+        """Keep g: what the mean has moved the model by is no local update, and gets no momentum."""
+        torch._foreach_add_(self._start, torch._foreach_sub(self.model, self._before))
         self._before = []
 
     def tensors(self) -> dict[str, Tensors]:

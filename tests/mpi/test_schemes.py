@@ -528,6 +528,13 @@ def test_the_mean_is_made_without_a_model_that_is_not_finite(spec: str) -> None:
     np.testing.assert_allclose(models[:, 1:], np.array(after)[:, 1:], rtol=0, atol=ROUNDING)
 
 
+def test_a_mean_that_a_script_takes_is_no_local_update_of_gasloc() -> None:
+    everybody = trained("later", 4).said["4x1/mean in a block"]
+    assert len(everybody) == 4
+    for facts in everybody:
+        assert facts["apart"] < 1e-12 < 1e-3 < facts["local"], facts
+
+
 @pytest.mark.parametrize(
     "spec",
     [

@@ -141,6 +141,21 @@ def test_a_model_that_is_finite_again_trains_on() -> None:
     np.testing.assert_allclose(learner.w, 3 + 0.7 * 2 + 0.5 * 0.7 * 2)  # an outer step of its own
 
 
+def test_a_mean_that_a_script_takes_is_no_local_update() -> None:
+    """What it moves the model by stays, without momentum; all else follows as without it."""
+    one, other = (Learner(GASLoC(3, 0.7, 0.9)) for _ in range(2))
+    jump = np.linspace(-2, 2, SIZE)
+    for step, update in enumerate(updates(3)):
+        one.step(update[0], update[1] / 7)
+        other.step(update[0], update[1] / 7)
+        if step == 4:
+            with torch.no_grad():
+                one.rule.before_mean()
+                one.model += torch.from_numpy(jump)
+                one.rule.after_mean()
+    np.testing.assert_allclose(one.w, other.w + jump, rtol=1e-12, atol=1e-12)
+
+
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended() -> None:
     one, other = (Learner(GASLoC(3, 0.7, 0.5)) for _ in range(2))
     drawn = [update[0] for update in updates(3)]

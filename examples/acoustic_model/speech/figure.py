@@ -9,19 +9,6 @@ import numpy as np
 
 from .problem import require
 
-LABELS = {
-    "hadpsgd": "H-ADPSGD, random pairs (4 learners in 2 super learners)",
-    "ssgd": "SSGD (4 learners)",
-    "single": "one learner",
-}
-_COLOURS = {"hadpsgd": "#0072b2", "ssgd": "#d55e00", "single": "#555555"}
-_STYLES = {"hadpsgd": "-", "ssgd": "--", "single": ":"}
-_AXES = (
-    ("seconds", "training time in s, evaluation left out"),
-    ("samples", "segments of 21 frames"),
-)
-
-
 _LINES = (  # colour, style, marker of the lines of a panel
     ("#0072b2", "-", "o"),
     ("#d55e00", (0, (5, 1.5)), "s"),
@@ -29,46 +16,54 @@ _LINES = (  # colour, style, marker of the lines of a panel
     ("#cc79a7", (0, (1, 1)), "D"),
     ("#e69f00", (0, (3, 1, 1, 1, 1, 1)), "v"),
 )
+_SCHEMES = {"ssgd": ("plain Horovod", "#d55e00"), "hadpsgd": ("H-ADPSGD", "#0072b2")}
+_SITUATIONS = {
+    "even": "4 even\nlearners",
+    "slow": "1 of 4 is\n3 times slower",
+    "killed": "1 of 4 is killed\n(short run)",
+}
 _TICKS = (1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 8)
 _TOP = 7.0  # nats, upper end of the axis: higher losses are worse than a uniform guess of some hundred states
 _REFERENCE = ("#000000", ":", "x")
 
 
-def draw(runs: dict[str, list[list[dict]]], title: str, path: Path) -> None:
-    """Draw one line per scheme: the mean over seeds, each seed faint behind it.
+def draw_times(rows: dict[str, dict], path: Path) -> None:
+    """Draw how long each training of the demo took: a bar per scheme and situation.
 
     Args:
-        runs: per scheme, per seed, the entries of its heldout.jsonl.
-        title: title of the figure.
+        rows: per scheme and situation ("ssgd-even"), what demo.row() returns.
         path: PNG to write.
     """
     require("matplotlib", "matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axis, (key, label) in zip(axes, _AXES, strict=True):
-        for scheme, seeds in runs.items():
-            _curve(axis, scheme, seeds, key)
-        axis.set_xlabel(label)
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("held-out cross-entropy in nats per frame")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
+    situations = list(dict.fromkeys(name.partition("-")[2] for name in rows if "-" in name))
+    figure, axis = plt.subplots(figsize=(8, 0.6 + 1.1 * len(situations)), layout="constrained")
+    longest = max(row["seconds"] for row in rows.values())
+    for place, situation in enumerate(situations):
+        for offset, scheme in enumerate(_SCHEMES):
+            row = rows[f"{scheme}-{situation}"]
+            _bar(axis, place + 0.38 * (offset - 0.5), row, scheme, longest)
+    axis.set_yticks(range(len(situations)), [_SITUATIONS[s] for s in situations])
+    axis.invert_yaxis()
+    axis.set(xlabel="training time in s; all see equally many samples", xlim=(0, 1.6 * longest))
+    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _curve(axis, scheme: str, seeds: list[list[dict]], key: str) -> None:
-    style = {"color": _COLOURS[scheme], "linestyle": _STYLES[scheme]}
-    trained = [[entry for entry in run if entry["epoch"] > 0] for run in seeds]
-    across = np.array([[entry[key] for entry in run] for run in trained]).mean(0)
-    losses = np.array([[entry["heldout_loss"] for entry in run] for run in trained])
-    if len(trained) > 1:
-        for run, loss in zip(trained, losses, strict=True):
-            axis.plot([entry[key] for entry in run], loss, alpha=0.25, linewidth=1, **style)
-    axis.plot(across, losses.mean(0), marker="o", markersize=3, label=LABELS[scheme], **style)
+def _bar(axis, y: float, row: dict, scheme: str, longest: float) -> None:
+    """Draw a bar, its end, and what was reached there."""
+    label, colour = _SCHEMES[scheme]
+    seconds, fails = row["seconds"], row["part"] < 1
+    axis.barh(y, seconds, height=0.34, color=colour)
+    end = "\u2717 the job ends" if fails else "\u2713 finished"
+    if "wer" in row:
+        end = f"{100 * row['wer']:.1f} % word errors"
+    axis.text(
+        seconds + 0.01 * longest, y, f"{label}: {seconds:.0f} s, {end}", va="center", fontsize=9,
+        color="#b00000" if fails else "black",
+    )  # fmt: skip
 
 
 def draw_families(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import TextIO
 
 from .problem import Problem
 
@@ -25,6 +26,7 @@ PACKAGES = (
     *("espeakng-loader", "kaldi-native-fbank", "jiwer"),
 )
 _CAUSE = re.compile(r"^(?:error: |(?=[\w.]+(?:Error|Exception): ))(.+)")
+SHOWN = re.compile(r"epoch |hvd_adpsgd: (?!.*Error)")  # of a training in which a learner is killed
 _TAG = re.compile(r"^\[\d+,\d+\]<std(out|err)>: ?")  # horovodrun's prefix of a learner's line
 
 
@@ -40,6 +42,7 @@ class Training:
         learners: number of processes; 1 is started without horovodrun.
         options: further options of train.py.
         variables: HVD_ADPSGD_... environment variables.
+        may_fail: a learner is killed on purpose. Only the lines of SHOWN are printed, all are in log.txt.
     """
 
     scheme: str
@@ -49,6 +52,7 @@ class Training:
     learners: int = 1
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    may_fail: bool = False
 
     def is_finished(self) -> bool:
         """Return whether the training has written its model."""
@@ -77,15 +81,22 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
         resume: continue from the checkpoint in the training's folder, if there is one.
 
     Raises:
-        Problem: if the training fails.
+        Problem: if the training fails, and must not.
     """
-    (one.folder / "model.pt").unlink(missing_ok=True)
+    for name in ("model.pt", "killed.json"):
+        (one.folder / name).unlink(missing_ok=True)
     script = [sys.executable, "-m", "examples.acoustic_model.train", "--strategy", one.strategy]
     script += ["--data", str(data), "--out", str(one.folder), "--seed", str(one.seed)]
     script += one.options
     if resume and (one.folder / "checkpoint.pt").exists():
         script.append("--resume")
-    _stream(_launcher(one.learners) + script, _environment(one.variables), one.scheme)
+    command, environment = _launcher(one.learners) + script, _environment(one.variables)
+    if not one.may_fail:
+        _require_success(*_stream(command, environment), one.scheme)
+        return
+    one.folder.mkdir(parents=True, exist_ok=True)
+    with (one.folder / "log.txt").open("w") as log:
+        _stream(command, environment, log)
 
 
 def decode(one: Training, data: Path) -> dict:
@@ -114,7 +125,7 @@ def module(name: str, words: Iterable[str], what: str, learners: int = 1, **vari
         Problem: if the program fails.
     """
     command = [*_launcher(learners), sys.executable, "-m", name, *words]
-    _stream(command, _environment(variables), what)
+    _require_success(*_stream(command, _environment(variables)), what)
 
 
 def versions() -> dict[str, str]:
@@ -145,11 +156,25 @@ def _launcher(learners: int) -> list[str]:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a learner, with one OpenMP thread."""
-    return os.environ | paths() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
+    """Return the environment of a learner, with one OpenMP thread.
+
+    Learners of all schemes that share cores let each other run while MPI waits; Open MPI does not know that
+    they do, and with waiting learners at full speed plain Horovod takes 2.6 times as long on two cores.
+    """
+    ours = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | paths() | ours | variables
 
 
-def _stream(command: list[str], environment: Mapping[str, str], what: str) -> None:
+def _stream(
+    command: list[str], environment: Mapping[str, str], log: TextIO | None = None
+) -> tuple[int, str]:
+    """Run a command, and print its output; return its status, and the first error that it printed.
+
+    Args:
+        command: the command.
+        environment: its environment.
+        log: where all lines are written; only those of SHOWN are printed then.
+    """
     try:
         child = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -158,21 +183,27 @@ def _stream(command: list[str], environment: Mapping[str, str], what: str) -> No
         raise Problem(f"{command[0]} not found; set up the environment: make venv") from None
     with child:
         try:
-            cause = _show(child.stdout)
+            cause = _show(child.stdout, log)
         except BaseException:  # on Ctrl-C end the learners too
             child.terminate()
             raise
-    if child.returncode:
-        cause = cause or "the lines above say why"
-        raise Problem(f"{what} ended with status {child.returncode}; {cause}")
+    return child.returncode, cause
 
 
-def _show(lines: Iterable[str]) -> str:
+def _require_success(status: int, cause: str, what: str) -> None:
+    if status:
+        raise Problem(f"{what} ended with status {status}; {cause or 'the lines above say why'}")
+
+
+def _show(lines: Iterable[str], log: TextIO | None = None) -> str:
     """Print the learners' output; return its first error, because later errors follow from the first."""
     cause = ""
     for line in lines:
         said = _TAG.sub("", line.rstrip())
-        print("   " + said, flush=True)
+        if log is not None:
+            log.write(said + "\n")
+        if log is None or SHOWN.match(said):
+            print("   " + said, flush=True)
         error = _CAUSE.match(said)
         cause = cause or (error[1] if error else "")
     return cause

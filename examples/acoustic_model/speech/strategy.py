@@ -27,6 +27,14 @@ def check(strategy: str) -> None:
         raise Problem(f"--strategy: {error} Or take one of {', '.join(NAMES)}.") from error
 
 
+def waits(strategy: str) -> bool:
+    """Return whether learners wait for each other's steps, so that all make equally many."""
+    if strategy in NAMES:
+        return strategy in ("ssgd", "single")
+    chosen = importlib.import_module("hvd_adpsgd.strategies").parse(strategy)
+    return chosen.averages == "nothing" or chosen.plan(0, 4).in_step is not None
+
+
 def folder_name(strategy: str) -> str:
     """Return a strategy's name with `-` for special characters: noloco-period-10 for "noloco:period=10"."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in strategy)

@@ -317,6 +317,25 @@ def not_finite(where: str) -> None:
         say(case=f"{where}/nan/{spec}")
 
 
+def mean_in_a_block(where: str) -> None:
+    """What average_model moves a model by moves the start of GASLoC's block, too."""
+    s = Setting("gasloc:period=50,rate=1,momentum=0.9")
+    with training(s) as (model, optimizer):
+        for step in range(3):
+            advance(s, step, model, optimizer)
+        rule = optimizer._averaging.rule
+        with hvd.averaging_paused():
+            held = zip(model, rule.tensors()["start"], strict=True)
+            before = [m.detach() - start for m, start in held]
+        hvd.average_model(model)
+        apart = max(
+            float((m.detach() - start - b).abs().max())
+            for m, start, b in zip(model, rule.tensors()["start"], before, strict=True)
+        )
+        local = max(float(b.abs().max()) for b in before)
+        say(case=f"{where}/mean in a block", apart=apart, local=local)
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------
 
 RESUMED = (
@@ -466,6 +485,7 @@ def main() -> None:
             free_running(where, ONE_OF_A_KIND)
         with super_learners_of(1, nonfinite="skip") as where:
             not_finite(where)
+            mean_in_a_block(where)
     if group == "free":
         with super_learners_of(2) as where:
             free_running(

@@ -1,0 +1,225 @@
+"""The demo: its pool of minibatches, what it tells of a run, and the time that it says is left."""
+
+# The imports come after the check that the example's packages are there.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "tqdm"):
+    pytest.importorskip(needed)
+
+import torch
+
+from examples.acoustic_model import demo
+from examples.acoustic_model import train as script
+from examples.acoustic_model.speech import figure
+from examples.acoustic_model.speech.pool import Pool
+from examples.acoustic_model.speech.problem import Problem
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120
+
+
+class Job:
+    """What Pool asks of hvd_adpsgd.torch, for learners that are threads, in super learners of `of`."""
+
+    Sum, super_learner = "sum", "inner"
+
+    def __init__(self, learners: int, of: int):
+        self.learners, self.of = learners, of
+        self._mine = threading.local()
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sums = [torch.zeros(2, dtype=torch.int64) for _ in range(learners // of)]
+        self._met = [threading.Barrier(of) for _ in self._sums]
+
+    def rank(self) -> int:
+        return self._mine.rank
+
+    def size(self) -> int:
+        return self.learners
+
+    local_size = size
+
+    def is_leader(self) -> bool:
+        return self.rank() % self.of == 0
+
+    def broadcast_object(self, value: Any, root_rank: int) -> Any:
+        if self.rank() == root_rank:
+            for _ in range(self.learners - 1):
+                self._told.put(value)
+            return value
+        return self._told.get(timeout=DEADLINE_S)
+
+    def allreduce(self, mine: torch.Tensor, op: str, process_set: str, name: str) -> torch.Tensor:
+        assert (op, process_set) == ("sum", "inner")
+        own = self.rank() // self.of
+        met = self._met[own]
+        if met.wait(DEADLINE_S) == 0:
+            self._sums[own] = torch.zeros_like(mine)
+        met.wait(DEADLINE_S)
+        for place in range(self.of):  # one after the other
+            if self.rank() % self.of == place:
+                self._sums[own] += mine
+            met.wait(DEADLINE_S)
+        return self._sums[own].clone()
+
+    def run(self, act: Any) -> list[Any]:
+        def learner(rank: int) -> Any:
+            self._mine.rank = rank
+            return act(rank)
+
+        with ThreadPoolExecutor(self.learners) as threads:
+            return list(threads.map(learner, range(self.learners)))
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_every_minibatch_goes_to_one_learner(of: int) -> None:
+    job = Job(4, of)
+    pools = []  # learner 0's serves the others
+
+    def act(rank: int) -> list[list[list[int]]]:
+        pool = Pool(job, 103, 4, seed=3)  # 25 minibatches, 24 of which are taken: 6 times 4
+        pools.append(pool)
+        taken = []
+        for epoch in range(2):
+            pool.set_epoch(epoch)
+            taken.append(list(pool))
+        return taken
+
+    taken = job.run(act)
+    orders = []
+    for epoch in range(2):
+        each = [batch for learner in taken for batch in learner[epoch]]
+        assert len(each) == 24
+        assert all(len(batch) == 4 for batch in each)
+        assert len({segment for batch in each for segment in batch}) == 96
+        orders.append(sorted(each))
+    assert orders[0] != orders[1]
+    for mates in (range(i, i + of) for i in range(0, 4, of)):
+        assert len({len(taken[rank][0]) for rank in mates}) == 1
+
+
+def test_a_learner_that_stands_still_leaves_its_minibatches_to_the_others() -> None:
+    job, over = Job(2, 1), threading.Event()
+    pools = []  # learner 0's serves the others
+
+    def act(rank: int) -> tuple[int, float]:
+        pool = Pool(job, 80, 4, seed=0)
+        pools.append(pool)
+        batches: Iterator[list[int]] = iter(pool)
+        if rank == 1:
+            next(batches)
+            assert over.wait(DEADLINE_S)
+        count = sum(1 for _ in batches) + rank
+        over.set()
+        return count, pool.part
+
+    counts = job.run(act)
+    assert counts[1][0] == 1
+    assert sum(count for count, _ in counts) == 20
+    assert counts[0][1] >= 18 / 20
+
+
+@pytest.mark.parametrize("strategy", ["ssgd", "single", "noloco:period=5", "synchronous"])
+def test_a_pool_is_refused_where_learners_wait_for_each_other(strategy: str) -> None:
+    with pytest.raises(Problem, match=f"^--pool with --strategy {strategy}: .* leave --pool out"):
+        script.arguments(["--pool", "--strategy", strategy])
+    assert script.arguments(["--pool", "--strategy", "fixed_ring"]).pool
+
+
+@pytest.mark.parametrize("value", ["3", "3:", ":2", "-1:2", "3:0", "3:nan", "3:x"])
+def test_a_disturbance_that_cannot_be_read_is_refused(value, capsys) -> None:
+    with pytest.raises(SystemExit):
+        script.arguments([f"--slow={value}"])
+    assert f"'{value}' is not RANK:NUMBER, for instance 3:5" in capsys.readouterr().err
+    assert script.arguments(["--kill", "3:0.5"]).kill == (3, 0.5)
+
+
+def killed_run(folder: Path, finishes: bool) -> demo.launch.Training:
+    options = demo.arguments(["--out", str(folder)])
+    one = demo.training(demo.Kind("hadpsgd", "killed"), 0, options)
+    one.folder.mkdir(parents=True)
+    entries = [{"epoch": epoch, "seconds": 2.5 * epoch} for epoch in range(3 if finishes else 1)]
+    (one.folder / "heldout.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    (one.folder / "killed.json").write_text('{"epochs": 0.5, "seconds": 1.5}')
+    if finishes:
+        (one.folder / "model.pt").touch()
+    return one
+
+
+@pytest.mark.parametrize(
+    ("finishes", "seconds", "part", "line"),
+    [
+        (True, 5.0, 1.0, "finished by the other learners"),
+        (False, 1.5, 0.25, "the job ended, after 25 % of the samples"),
+    ],
+)
+def test_what_is_told_of_a_run_whose_learner_is_killed(
+    tmp_path: Path, finishes: bool, seconds: float, part: float, line: str
+) -> None:
+    kind = demo.Kind("hadpsgd", "killed")
+    found = demo.row(kind, [killed_run(tmp_path, finishes)], {})
+    assert found == {"seconds": seconds, "part": part}
+    assert f"H-ADPSGD{seconds:17.1f}  {line}" in demo.table({kind.name: found}, {})
+
+
+def test_a_run_that_fails_before_its_learner_is_killed_is_a_problem(tmp_path: Path) -> None:
+    one = killed_run(tmp_path, finishes=False)
+    (one.folder / "killed.json").unlink()
+    with pytest.raises(Problem, match="failed before its learner was killed; .*log.txt says why"):
+        demo.row(demo.Kind("hadpsgd", "killed"), [one], {})
+
+
+def test_the_table_and_the_figure(tmp_path: Path) -> None:
+    rows = {
+        kind.name: {"seconds": 10.0 + i, "part": 1.0, "wer": 0.13, "interval": [0.1, 0.16]}
+        for i, kind in enumerate(demo.kinds(["even", "slow"]))
+    }
+    rows["ssgd-killed"] = {"seconds": 2.0, "part": 0.25}
+    rows["hadpsgd-killed"] = {"seconds": 6.0, "part": 1.0}
+    difference = {"difference": -0.006, "low": -0.02, "high": 0.008}
+    text = demo.table(rows, {"H-ADPSGD minus plain Horovod, even learners": difference})
+    lines = text.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:7:2]] == list(demo.SITUATIONS.values())
+    assert lines[7].endswith("even learners: WER -0.6 points (-2.0 to +0.8)")
+    assert "one learner alone, with its own batch and rate: WER 13.0" in lines[8]
+    figure.draw_times(rows, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_time_that_is_left_follows_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: now[0])
+    runs = demo.kinds(["even", "slow", "killed"])
+    clock = demo.Clock(runs, 4)
+    total = sum(kind.seconds(4) for kind in runs)
+    assert clock.next("a", 0) == f"\n[1 of 7] a, seed 0 (about {total / 60:.1f} min left)"
+    first = runs[0].seconds(4)
+    now[0] += 2 * first  # this machine takes twice as long
+    assert f"about {2 * (total - first) / 60:.1f} min left" in clock.next("b", 0)
+
+
+@pytest.mark.extended
+@pytest.mark.mpi
+def test_the_whole_demo_on_seconds_of_speech(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.acoustic_model.demo", "--quick"]
+    command += ["--out", str(tmp_path / "demo"), "--data", str(tmp_path / "speech")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert result["rows"]["ssgd-killed"]["part"] == pytest.approx(0.25, abs=0.1)
+    assert result["rows"]["hadpsgd-killed"]["part"] == 1
+    assert (tmp_path / "demo" / "demo.png").exists()
+    assert "[7 of 7] one learner alone, seed 0" in done.stdout
