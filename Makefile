@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo compare large-batch model-averaging soak storm virtual-time moments claims simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
+.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging soak storm virtual-time moments claims simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -58,6 +58,9 @@ format: venv  ## let ruff lay out and repair the sources
 
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
 	@$(PY) -m examples.acoustic_model.demo $(ARGS)
+
+real-speech: venv $(STAMPS)/examples  ## Dutch speech of people (fetched by apt): word errors, three seeds (hours)
+	@$(PY) -m examples.real_speech.compare $(ARGS)
 
 compare: venv $(STAMPS)/examples  ## every strategy on the demo's task: word errors, figure (an hour)
 	@$(PY) -m examples.studies.compare $(ARGS)

@@ -42,6 +42,7 @@ class Training:
         learners: number of processes; 1 is started without horovodrun.
         options: further options of train.py.
         variables: HVD_ADPSGD_... environment variables.
+        module: the script; it takes --strategy, --data, --out and --seed.
         may_fail: a learner is killed on purpose. Only the lines of SHOWN are printed, all are in log.txt.
     """
 
@@ -52,6 +53,7 @@ class Training:
     learners: int = 1
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    module: str = "examples.acoustic_model.train"
     may_fail: bool = False
 
     def is_finished(self) -> bool:
@@ -85,7 +87,7 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
     """
     for name in ("model.pt", "killed.json"):
         (one.folder / name).unlink(missing_ok=True)
-    script = [sys.executable, "-m", "examples.acoustic_model.train", "--strategy", one.strategy]
+    script = [sys.executable, "-m", one.module, "--strategy", one.strategy]
     script += ["--data", str(data), "--out", str(one.folder), "--seed", str(one.seed)]
     script += one.options
     if resume and (one.folder / "checkpoint.pt").exists():

@@ -1,0 +1,96 @@
+"""A bidirectional LSTM whose outputs are letters, for connectionist temporal classification (CTC)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from examples.real_speech.corpus import BLANK, Batch
+from examples.real_speech.prepare import BINS, STACKED
+
+# SpecAugment (Park et al., arXiv:1904.08779), without time warping: number and widest of the masks
+BANDS, WIDEST_BAND = 2, 16  # mel bins
+GAPS, WIDEST_GAP = 2, 12  # stacked frames, at most a fifth of the utterance each
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model.
+
+    Attributes:
+        letters: number of letters.
+        layers: LSTM layers.
+        cells: cells per direction.
+        dropout: between layers.
+    """
+
+    letters: int
+    layers: int = 3
+    cells: int = 160
+    dropout: float = 0.2
+
+
+class Recogniser(nn.Module):
+    """Log-probabilities of letters (and the blank) from stacked frames."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.lstm = nn.LSTM(
+            STACKED * BINS,
+            shape.cells,
+            shape.layers,
+            batch_first=True,
+            bidirectional=True,
+            dropout=shape.dropout if shape.layers > 1 else 0.0,
+        )
+        self.dropout = nn.Dropout(shape.dropout)
+        self.outputs = nn.Linear(2 * shape.cells, shape.letters + 1)
+
+    def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities (n, frames, letters + 1) of (n, frames, features)."""
+        packed = pack_padded_sequence(frames, lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return self.outputs(self.dropout(hidden)).log_softmax(-1)
+
+
+def loss(model: Recogniser, batch: Batch) -> torch.Tensor:
+    """Return the CTC loss in nats, summed over utterances; those shorter than their text count as 0."""
+    scores = model(batch.frames, batch.lengths).transpose(0, 1)
+    return nn.functional.ctc_loss(
+        scores, batch.letters, batch.lengths, batch.counts, BLANK, "sum", zero_infinity=True
+    )
+
+
+def augmented(batch: Batch, random: torch.Generator) -> Batch:
+    """Return the minibatch with masked bands of frequencies and gaps in time, drawn for each utterance."""
+    frames = batch.frames.clone()
+    n, longest, _ = frames.shape
+    bins = frames.view(n, longest, STACKED, BINS)
+    for i in range(n):
+        length = int(batch.lengths[i])
+        for _ in range(BANDS):
+            low, width = _drawn(BINS, WIDEST_BAND, random)
+            bins[i, :, :, low : low + width] = 0
+        for _ in range(GAPS):
+            low, width = _drawn(length, min(WIDEST_GAP, length // 5), random)
+            frames[i, low : low + width] = 0
+    return Batch(frames, batch.lengths, batch.letters, batch.counts)
+
+
+def _drawn(room: int, widest: int, random: torch.Generator) -> tuple[int, int]:
+    """Return the start and the width of a mask inside `room`."""
+    width = int(torch.randint(widest + 1, (), generator=random))
+    return int(torch.randint(room - width + 1, (), generator=random)), width
+
+
+def greedy(scores: torch.Tensor, lengths: torch.Tensor, letters: str) -> list[str]:
+    """Return the texts of the best path: repeated outputs count once, blanks not at all."""
+    texts = []
+    for best, length in zip(scores.argmax(-1), lengths, strict=True):
+        path = torch.unique_consecutive(best[:length]).tolist()
+        texts.append("".join(letters[code - 1] for code in path if code != BLANK))
+    return [" ".join(text.split()) for text in texts]

@@ -1,0 +1,225 @@
+"""Trains the recogniser of real speech with Horovod: asynchronously, synchronously, or with one learner.
+
+    horovodrun -np 4 python -m examples.real_speech.train                     H-ADPSGD, random pairs
+    horovodrun -np 4 python -m examples.real_speech.train --strategy ssgd     plain Horovod
+    python -m examples.real_speech.train --strategy single                    one learner, no launcher
+    horovodrun -np 4 python -m examples.real_speech.train --by-speaker        data that differ
+
+With HVD_ADPSGD_SUPER_LEARNER_SIZE=1 each learner of one machine is a super learner. AdamW with a warm-up and
+a cosine, SpecAugment, clipping. --batch is that of one learner, --rate that of the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: learners share the cores
+
+import torch
+
+from examples.acoustic_model.speech import journal, strategy
+from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
+from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
+from examples.real_speech import corpus
+from examples.real_speech.model import Recogniser, Shape, augmented, greedy, loss
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the script.
+
+    Raises:
+        Problem: if an option is out of range.
+    """
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--strategy", default="random-pairs", metavar="NAME", help="as in examples.acoustic_model")
+    add("--data", type=Path, default=Path("out/real_speech/nl"), help="folder of prepare.py")
+    add("--out", type=Path, help="folder (default: out/real_speech/runs/STRATEGY)")
+    add("--seed", type=int, default=0)
+    add("--epochs", type=int, default=30)
+    add("--batch", type=int, default=4, help="utterances per learner (default: 4)")
+    add("--rate", type=float, default=3e-3, help="highest learning rate (default: 3e-3)")
+    add("--warm-up", type=float, default=3.0, metavar="EPOCHS")
+    add("--clip", type=float, default=5.0, help="largest norm of the gradient (default: 5)")
+    add("--by-speaker", action="store_true", help="each learner has speakers of its own")
+    add("--layers", type=int, default=3)
+    add("--cells", type=int, default=160)
+    options = parser.parse_args(argv)
+    for name, low, high in (
+        ("seed", 0, 2**31 - 1),
+        ("epochs", 1, 10_000),
+        ("batch", 1, 1024),
+        ("rate", 1e-9, 10),
+        ("warm_up", 0, 1e4),
+        ("clip", 1e-6, 1e6),
+        ("layers", 1, 16),
+        ("cells", 1, 4096),
+    ):
+        within(f"--{name.replace('_', '-')}", getattr(options, name), low, high)
+    strategy.check(options.strategy)
+    name = strategy.folder_name(options.strategy)
+    options.out = options.out or Path("out/real_speech/runs") / name
+    return options
+
+
+def factor(options: argparse.Namespace, epoch: float) -> float:
+    """Return the learning rate at a (fractional) epoch as a part of the highest: a warm-up, then a cosine."""
+    warmed = min(1.0, (epoch + 0.05) / options.warm_up) if options.warm_up else 1.0
+    return warmed * 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / options.epochs)))
+
+
+class Trainer:
+    """One learner, with its model, its optimizer and its part of the data."""
+
+    def __init__(self, hvd: ModuleType, options: argparse.Namespace) -> None:
+        self.hvd, self.options = hvd, options
+        self.train = corpus.Split(options.data, "train")
+        self.dev = corpus.Split(options.data, "dev")
+        self.mine = corpus.part(
+            self.train, hvd.rank(), hvd.size(), options.by_speaker, options.seed
+        )
+        if len(self.mine) < options.batch:
+            raise Problem(
+                f"--batch {options.batch} x {hvd.size()} learners is more than the {len(self.train)} "
+                f"utterances in {options.data}; lower --batch"
+            )
+        self.lengths = self.train.lengths()
+        self.steps = len(list(self._minibatches(0)))
+        torch.manual_seed(options.seed)
+        shape = Shape(len(self.train.letters), options.layers, options.cells)
+        self.model = Recogniser(shape)
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.rate, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=self.model.named_parameters(),
+            **averaging(hvd, options.strategy, options.seed),
+        )
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        torch.manual_seed(options.seed * 1000 + hvd.rank())  # dropout differs between learners
+        self.random = torch.Generator().manual_seed(options.seed * 1000 + hvd.rank())
+
+    def _minibatches(self, epoch: int):
+        options = self.options
+        return corpus.minibatches(self.mine, self.lengths, options.batch, options.seed, epoch)
+
+    def epoch(self, epoch: int) -> float:
+        """Train one epoch; return this learner's mean loss per letter."""
+        self.model.train()
+        total, letters = 0.0, 0
+        for step, chosen in enumerate(self._minibatches(epoch)):
+            batch = self.train.batch(chosen)
+            rate = self.options.rate * factor(self.options, epoch + step / self.steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.zero_grad()
+            summed = loss(self.model, augmented(batch, self.random))
+            count = max(1, int(batch.counts.sum()))
+            (summed / count).backward()
+            self._step()
+            total, letters = total + float(summed.detach()), letters + count
+        return total / max(1, letters)
+
+    def _step(self) -> None:
+        """Clip and step; plain Horovod averages gradients in synchronize(), one learner has none."""
+        if not hasattr(self.optimizer, "synchronize"):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+            self.optimizer.step()
+            return
+        self.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+
+    def heldout(self) -> tuple[float, float]:
+        """Return the loss per letter and the letter error rate of the mean model; all learners share dev."""
+        hvd = self.hvd
+        if is_asynchronous(self.options.strategy):
+            with hvd.averaged(self.model):
+                counted = self._counted()
+        else:
+            counted = self._counted()
+        total = hvd.allreduce(counted, name="heldout", op=hvd.Sum)
+        return float(total[0] / total[2]), float(total[1] / total[2])
+
+    @torch.no_grad()
+    def _counted(self) -> torch.Tensor:
+        """Return sums over this learner's part of dev: loss, wrong letters, letters."""
+        from examples.real_speech.scoring import letter_errors
+
+        self.model.eval()
+        total = torch.zeros(3, dtype=torch.float64)
+        mine = range(self.hvd.rank(), len(self.dev), self.hvd.size())
+        for start in range(0, len(mine), 16):
+            chosen = list(mine[start : start + 16])
+            batch = self.dev.batch(chosen)
+            scores = self.model(batch.frames, batch.lengths)
+            heard = greedy(scores, batch.lengths, self.dev.letters)
+            wrong, letters = letter_errors([self.dev.texts[i] for i in chosen], heard)
+            total += torch.tensor([float(loss(self.model, batch)), wrong.sum(), letters.sum()])
+        return total
+
+
+def train(hvd: ModuleType, options: argparse.Namespace) -> None:
+    """Train, evaluate and record every epoch, and write model.pt at the end.
+
+    Raises:
+        Problem: on all learners, if the held-out loss is not finite.
+    """
+    trainer, seconds, lead = Trainer(hvd, options), 0.0, hvd.rank() == 0
+    log = journal.Journal(options.out, -1) if lead else None
+    if lead:
+        count = sum(p.numel() for p in trainer.model.parameters())
+        print(f"{options.strategy}: {hvd.size()} learners, {count:,} parameters", flush=True)
+    for epoch in range(options.epochs):
+        began = time.perf_counter()
+        mean = trainer.epoch(epoch)
+        seconds += time.perf_counter() - began
+        held_out, errors = trainer.heldout()
+        if log:
+            log.add(
+                {
+                    "epoch": epoch + 1,
+                    "samples": (epoch + 1) * trainer.steps * options.batch * hvd.size(),
+                    "seconds": seconds,
+                    "heldout_loss": journal.number(held_out),
+                    "heldout_cer": errors,
+                    "train_loss": journal.number(mean),
+                }
+            )
+            print(
+                f"epoch {epoch + 1}/{options.epochs}  train {mean:.3f}  held-out {held_out:.3f} nats per "
+                f"letter  letter errors {100 * errors:.1f} %  {seconds:.1f} s",
+                flush=True,
+            )
+        if not math.isfinite(held_out):
+            raise Problem(
+                f"the held-out loss is {held_out} after epoch {epoch + 1}: training diverged; lower --rate"
+            )
+    if is_asynchronous(options.strategy):
+        hvd.average_model(trainer.model)
+    if lead:
+        final = {"model": trainer.model.state_dict(), "shape": asdict(trainer.model.shape)}
+        journal.save(options.out / "model.pt", final)
+
+
+def main() -> None:
+    """Import and initialise the chosen Horovod, and train."""
+    options = arguments()
+    corpus.read(options.data)  # before hvd.init(), so that a missing corpus is told at once
+    hvd = horovod_for(options.strategy)
+    torch.set_num_threads(1)
+    hvd.init()
+    options.out.mkdir(parents=True, exist_ok=True)
+    train(hvd, options)
+
+
+if __name__ == "__main__":
+    run(main)

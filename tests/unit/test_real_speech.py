@@ -1,0 +1,242 @@
+"""examples/real_speech: transcripts, splits without leaks, minibatches, n-grams, the decoder, a small run."""
+
+# The imports come after the check that the example's packages are there.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+for needed in ("torch", "soundfile", "kaldi_native_fbank", "kaldifst", "kaldi_decoder", "jiwer"):
+    pytest.importorskip(needed)
+
+import soundfile
+import torch
+
+from examples.acoustic_model.speech import alone
+from examples.acoustic_model.speech.problem import Problem
+from examples.real_speech import compare, corpus, decode, dialogs, model, ngram, prepare
+from examples.real_speech import train as script
+from examples.real_speech.scoring import letter_errors
+
+LUA = """
+dialogId("a-1", "font_small", "What is \\"this\\"?")
+dialogStr("Wat is \\"dit\\"?")
+
+
+dialogId("a-2", "font_parrot", "Don't!")
+dialogStr("Rrrot op, zo\u2019n kapitein...")
+dialogId("a-3", "font_big", "There are 3.")
+dialogStr("Er zijn er 3.")
+dialogId("laser", "", "")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Denk je dat hier iemand woont?", "denk je dat hier iemand woont"),
+        ("Krrrut\u00fd, kapit\u00e1n!", "krut\u00fd kapit\u00e1n"),
+        ("'s Morgens - zo\u2019n  dag", "s morgens zo'n dag"),
+        ("Een zee, heel ver.", "een zee heel ver"),
+        ("Nummer 7", ""),
+        ("...", ""),
+    ],
+)
+def test_texts_are_letters(text: str, expected: str) -> None:
+    assert dialogs.normalised(text) == expected
+
+
+def test_lines_are_read_with_their_speakers(tmp_path: Path) -> None:
+    (tmp_path / "scene").mkdir()
+    (tmp_path / "scene" / "dialogs_nl.lua").write_text(LUA, "utf-8")
+    assert list(dialogs.lines(tmp_path, "nl")) == [
+        dialogs.Line("a-1", "small", "wat is dit"),
+        dialogs.Line("a-2", "parrot", "rot op zo'n kapitein"),
+    ]
+
+
+def utterance(name: int, scene: int, text: str, seconds: float = 2.0) -> prepare.Utterance:
+    return prepare.Utterance(str(name), f"s{scene}", "small", text, "", seconds)
+
+
+def test_no_scene_and_no_text_is_in_two_splits() -> None:
+    everything = [utterance(i, i // 7, f"zin {i % 50}") for i in range(140)]
+    for seed in range(20):
+        parts = prepare.split(everything, seed)
+        for one, other in itertools.combinations(parts.values(), 2):
+            assert not {u.scene for u in one} & {u.scene for u in other}
+            assert not {u.text for u in one} & {u.text for u in other}
+        share = sum(u.seconds for u in parts["test"]) / sum(u.seconds for u in everything)
+        assert 0.1 <= share <= 0.1 + 1 / 20 + 1e-9
+        assert parts["train"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A game of 10 scenes, in which tones stand for letters."""
+    game = tmp_path_factory.mktemp("game")
+    random = np.random.default_rng(0)
+    for scene in range(10):
+        sound, told = game / "sound" / f"s{scene}" / "nl", game / "script" / f"s{scene}"
+        sound.mkdir(parents=True)
+        told.mkdir(parents=True)
+        lines = []
+        for i in range(6):
+            text = "".join(random.choice(list("abc "), 5)).strip() or "a"
+            tones = [
+                np.sin(2 * np.pi * (300 + 250 * (ord(c) % 7)) * np.arange(3300) / 22050)
+                for c in text
+            ]
+            samples = 0.3 * np.concatenate([*tones, np.zeros(3300)])
+            soundfile.write(sound / f"s{scene}-{i}.ogg", np.stack([samples, samples], 1), 22050)
+            font = "big" if i % 2 else "small"
+            lines.append(f'dialogId("s{scene}-{i}", "font_{font}", "x")\ndialogStr("{text}")\n')
+        (told / "dialogs_nl.lua").write_text("".join(lines))
+    out = tmp_path_factory.mktemp("speech") / "nl"
+    assert prepare.prepare(game, "nl", out)
+    assert not prepare.prepare(game, "nl", out)
+    return out
+
+
+def test_features_are_normalised_and_stacked(data: Path) -> None:
+    split = corpus.Split(data, "train")
+    whole = np.concatenate([split.frames(i) for i in range(len(split))])
+    assert whole.shape[1] == 240
+    np.testing.assert_allclose(whole.std(0), 1, atol=0.15)
+    batch = split.batch([0, 1])
+    assert batch.lengths.tolist() == split.lengths()[:2].tolist()
+    assert batch.counts.tolist() == [len(split.texts[0]), len(split.texts[1])]
+    said = "".join(split.letters[code - 1] for code in batch.letters.tolist())
+    assert said == split.texts[0] + split.texts[1]
+
+
+@pytest.mark.parametrize("by_speaker", [False, True])
+def test_learners_have_equal_parts_without_overlap(data: Path, by_speaker: bool) -> None:
+    split = corpus.Split(data, "train")
+    parts = [corpus.part(split, rank, 4, by_speaker, seed=1) for rank in range(4)]
+    assert len({len(mine) for mine in parts}) == 1
+    together = [i for mine in parts for i in mine]
+    assert len(set(together)) == len(together) > len(split) - 4
+    speakers = [{split.speakers[i] for i in mine} for mine in parts]
+    assert (sum(len(who) == 1 for who in speakers) >= 3) is by_speaker
+
+
+def test_minibatches_of_an_epoch_have_each_utterance_once(data: Path) -> None:
+    split = corpus.Split(data, "train")
+    lengths, mine = split.lengths(), list(range(len(split)))
+    epochs = [list(corpus.minibatches(mine, lengths, 4, 0, epoch)) for epoch in (0, 0, 1)]
+    for batches in epochs:
+        chosen = [i for batch in batches for i in batch]
+        assert len(chosen) == len(set(chosen)) > len(mine) - 4
+        assert all(len(batch) == 4 for batch in batches)
+    assert epochs[0] == epochs[1] != epochs[2]
+
+
+def test_masks_cover_what_they_may() -> None:
+    frames = torch.ones(3, 40, 240)
+    batch = corpus.Batch(frames, torch.tensor([40, 30, 20]), torch.ones(3), torch.ones(3))
+    random, masked = torch.Generator().manual_seed(0), 0.0
+    for _ in range(50):
+        made = model.augmented(batch, random).frames
+        assert set(made.unique().tolist()) <= {0.0, 1.0}
+        gone = 1 - made.mean((1, 2))
+        bound = 2 * 16 / 80 + 2 * torch.tensor([8, 6, 4]) / 40
+        assert (gone <= bound + 1e-6).all()
+        masked += float(gone.mean())
+    assert 0.1 < masked / 50 < 0.5
+    assert (frames == 1).all()
+
+
+def test_the_best_path_is_read_without_blanks_and_repetitions() -> None:
+    path = [0, 1, 1, 0, 1, 2, 2, 3, 0]  # letters "ab "
+    scores = torch.nn.functional.one_hot(torch.tensor([path]), 4).float()
+    assert model.greedy(scores, torch.tensor([9]), "ab ") == ["aab"]
+    assert model.greedy(scores, torch.tensor([3]), "ab ") == ["a"]
+
+
+def test_probabilities_of_letters_by_hand() -> None:
+    letters = ngram.LetterModel(["ab", "aa"], "ab", 2)
+    # after "": a 3 times, b once, the end twice; 3 kinds; below, each of 3 symbols has 1/3
+    assert letters.probability("a", "") == pytest.approx((3 + 3 / 3) / (6 + 3))
+    assert letters.probability(ngram.END, "") == pytest.approx((2 + 3 / 3) / 9)
+    # after "a": b, a, the end, once each
+    assert letters.probability("b", "xa") == pytest.approx((1 + 3 * (1 + 1) / 9) / (3 + 3))
+    # after "b": the end once; b was not seen
+    assert letters.probability("b", "b") == pytest.approx((0 + 1 * (1 + 1) / 9) / (1 + 1))
+    for history in ("", "a", "b", ngram.BEGIN, "never"):
+        assert sum(letters.probability(c, history) for c in letters.symbols) == pytest.approx(1)
+
+
+def log(rows: list[list[float]]) -> np.ndarray:
+    return np.log(np.array(rows, np.float32) / np.sum(rows, 1, keepdims=True))
+
+
+def test_the_decoder_weighs_scores_and_letters_by_hand() -> None:
+    """Outputs: blank, a, b. Without n-grams b wins at the end, with them a: b never follows a."""
+    letters = ngram.LetterModel(["aa"] * 20 + ["b"] * 20, "ab", 3)
+    scores = log([[1, 8, 1], [8, 1, 1], [1, 4, 5]])
+    assert decode.Decoder(ngram.graph(letters, 0.0, 0.0), "ab").text(scores) == "ab"
+    assert decode.Decoder(ngram.graph(letters, 1.0, 0.0), "ab").text(scores) == "aa"
+    # all costs of one path, in nats: scores, and the n-grams of "aa"
+    graph = ngram.graph(letters, 1.0, 0.0)
+    decoder = decode.Decoder(graph, "ab")
+    decoder.text(scores)
+    _, path = decoder._decoder.get_best_path()
+    _, _, _, cost = decoder._fst.get_linear_symbol_sequence(path)
+    p = letters.probability
+    said = p("a", "<") * p("a", "<a") * p(ngram.END, "aa")
+    heard = 0.8 * 0.8 * 0.4
+    assert cost.value1 + cost.value2 == pytest.approx(-math.log(said * heard), abs=1e-4)
+    # a letter that gains enough is written more often
+    doubtful = log([[6, 4, 1], [8, 1, 1], [6, 4, 1]])
+    assert decode.Decoder(ngram.graph(letters, 0.1, 0.0), "ab").text(doubtful) == ""
+    assert decode.Decoder(ngram.graph(letters, 0.1, 1.0), "ab").text(doubtful) == "aa"
+
+
+def test_letter_errors_count_spaces() -> None:
+    wrong, letters = letter_errors(["de vis", "nee"], ["devis", "nee"])
+    assert wrong.tolist() == [1, 0]
+    assert letters.tolist() == [6, 3]
+
+
+def test_a_small_run_is_trained_and_decoded(data: Path, tmp_path: Path) -> None:
+    words = ["--strategy", "single", "--data", str(data), "--out", str(tmp_path), "--epochs", "3"]
+    options = script.arguments([*words, "--layers", "1", "--cells", "8", "--warm-up", "0.5"])
+    script.train(alone, options)
+    entries = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
+    assert [entry["epoch"] for entry in entries] == [1, 2, 3]
+    assert entries[2]["heldout_loss"] < entries[0]["heldout_loss"]
+    found = decode.decode(tmp_path / "model.pt", data, 3)
+    for how in ("greedy", "ngram"):
+        assert found[how]["cer"] >= 0
+        assert len(found[how]["wer_errors"]) == len(found["said"]) == len(found["heard"])
+    result = compare.summary({"ssgd": [found], "random-pairs": [found]})
+    assert result["random-pairs"]["ngram wer"]["minus_first"]["difference"] == 0
+    assert compare.table(result).splitlines()[2].startswith("random-pairs")
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda folder: corpus.read(folder), "no .*corpus.json; make it first"),
+        (lambda folder: prepare.utterances(folder, "nl"), "has no recordings of language nl"),
+        (lambda folder: script.arguments(["--batch", "0"]), "--batch is 0, allowed are 1 to 1024"),
+        (lambda folder: script.arguments(["--strategy", "rings"]), "^--strategy: "),
+    ],
+)
+def test_mistakes_are_told(act, told: str, tmp_path: Path) -> None:
+    with pytest.raises(Problem, match=told):
+        act(tmp_path)
+
+
+def test_without_apt_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare.shutil, "which", lambda name: None)
+    with pytest.raises(Problem, match="no apt-get and dpkg here.*--game FOLDER"):
+        prepare.fetched("nl", tmp_path)
