@@ -77,6 +77,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (low, high) in bounds.items():
         for value in getattr(options, name):
             within(f"--{name}", value, low, high)
+    if options.kind == "batch" and max(options.n) > min(options.batches):
+        raise Problem(
+            f"--n {max(options.n)} with --batches {min(options.batches)}: each learner needs a segment; give "
+            "larger batches"
+        )
     within("--seeds", options.seeds, 1, 100)
     within("--jobs", options.jobs, 1, 1024)
     return options

@@ -51,7 +51,7 @@ QUANTILES = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 
 NAMES = ("n", "sequences", "optimizer", "scheme", "rate", "seed", "steps")
 
 Key = tuple[int, int, str, str]  # n, sequences, optimizer, scheme
-Losses = dict[float, list[float]]  # by rate, by seed
+Losses = dict[float, dict[int, float]]  # by rate and seed
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -132,20 +132,20 @@ def by_scheme(runs: Iterable[dict[str, Any]]) -> dict[Key, Losses]:
     found: dict[Key, Losses] = {}
     for one in sorted(runs, key=lambda one: (one["rate"], one["seed"])):
         key = (one["n"], one["sequences"], one["optimizer"], one["scheme"])
-        found.setdefault(key, {}).setdefault(one["rate"], []).append(one["loss"])
+        found.setdefault(key, {}).setdefault(one["rate"], {})[one["seed"]] = one["loss"]
     return found
 
 
 def best(losses: Losses) -> float:
     """Return the rate with the lowest mean loss."""
-    return min(losses, key=lambda rate: statistics.mean(losses[rate]))
+    return min(losses, key=lambda rate: statistics.mean(losses[rate].values()))
 
 
-def difference(losses: list[float], base: list[float]) -> tuple[float, float]:
+def difference(losses: dict[int, float], base: dict[int, float]) -> tuple[float, float]:
     """Return the mean difference of losses of equal seeds, and half of its 95 % interval."""
-    apart = [mine - its for mine, its in zip(losses, base, strict=False)]
+    apart = [losses[seed] - base[seed] for seed in losses.keys() & base.keys()]
     if len(apart) < 2:
-        return statistics.mean(apart), math.inf
+        return statistics.mean(apart or [math.nan]), math.inf
     half = QUANTILES[len(apart) - 1] * statistics.stdev(apart) / math.sqrt(len(apart))
     return statistics.mean(apart), half
 
@@ -165,7 +165,7 @@ def table(found: dict[Key, Losses]) -> str:
         if base is not None and scheme != "synchronous":
             mean, half = difference(losses[rate], base[best(base)])
             apart = f"{mean:+.3f} ± {half:.3f}"
-        shown = statistics.mean(losses[rate])
+        shown = statistics.mean(losses[rate].values())
         lines.append(
             f"| {n} | {sequences} | {optimizer} | {scheme} | {rate:g}{end} | {shown:.3f} | {apart} |"
         )
@@ -187,10 +187,12 @@ def draw(found: dict[Key, Losses], path: Path) -> None:
         for scheme in sorted(key[3] for key in found if key[:3] == panel):
             losses = found[(*panel, scheme)]
             rates = [
-                rate for rate in sorted(losses) if math.isfinite(statistics.mean(losses[rate]))
+                rate
+                for rate in sorted(losses)
+                if math.isfinite(statistics.mean(losses[rate].values()))
             ]
-            middle = [statistics.mean(losses[rate]) for rate in rates]
-            low, high = [[pick(losses[rate]) for rate in rates] for pick in (min, max)]
+            middle = [statistics.mean(losses[rate].values()) for rate in rates]
+            low, high = [[pick(losses[rate].values()) for rate in rates] for pick in (min, max)]
             line = ax.plot(rates, middle, marker="o", label=scheme)[0]
             ax.fill_between(rates, low, high, color=line.get_color(), alpha=0.2)
         n, sequences, optimizer = panel

@@ -88,7 +88,7 @@ def _moments(
         return None
     found = adaptive(optimizer)
     if not strategy.is_gossip:
-        found = f"averaging={strategy.spec()} is not of pairs alone"
+        found = f"averaging={strategy.spec()} is more than gossip"
     if isinstance(found, Adaptive):
         return found
     if config.moments == "shared":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from examples.acoustic_model import virtual_time
+from examples.acoustic_model.speech.problem import Problem
 from examples.acoustic_model.virtual_time import Recipe
 from examples.studies import claims, runs
 
@@ -86,3 +87,8 @@ def test_a_second_call_trains_only_what_is_missing(
     found = runs.perform(file, [(2,), (3,)], ("which",), counted, 1)
     assert sorted(run["which"] for run in found) == [1, 2, 3]
     assert "1/1" in capsys.readouterr().out
+
+
+def test_a_batch_smaller_than_the_learners_is_refused() -> None:
+    with pytest.raises(Problem, match="^--n 300 with --batches 256: each learner needs a segment"):
+        claims.arguments(["batch", "--n", "16", "300", "--batches", "256", "512"])

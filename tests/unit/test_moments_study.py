@@ -33,9 +33,20 @@ def test_the_table_compares_best_rates_by_seed() -> None:
 
 
 def test_the_interval_is_students() -> None:
-    mean, half = moments.difference([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])
+    mean, half = moments.difference({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
     assert mean == 2.0
     assert math.isclose(half, 4.303 / math.sqrt(3))
+
+
+def test_only_equal_seeds_are_compared() -> None:
+    """As after a study that was interrupted: one scheme lacks seed 0."""
+    runs = [
+        *(run(seed, "synchronous", 0.1, 2.0 + seed) for seed in (0, 1, 2)),
+        *(run(seed, "pairs", 0.1, 2.5 + seed) for seed in (1, 2)),
+    ]
+    assert "| pairs | 0.1 (end of grid) | 4.000 | +0.500 ± 0.000 |" in moments.table(
+        moments.by_scheme(runs)
+    )
 
 
 @pytest.mark.extended
