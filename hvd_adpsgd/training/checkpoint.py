@@ -17,7 +17,11 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 def state(averaging: Averaging) -> dict[str, Any]:
-    """Return an Averaging's state for a checkpoint: strategy, step, the strategy's tensors; {} if none."""
+    """Return an Averaging's state for a checkpoint: strategy, step, the strategy's tensors; {} if none.
+
+    Inside `averaged` the model is the mean, and the tensors of some strategies still belong to this learner's
+    own model; `of_mean` says so.
+    """
     held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
     if not held and averaging.plan.in_step is None:
         return {}
@@ -25,6 +29,7 @@ def state(averaging: Averaging) -> dict[str, Any]:
     return {
         "strategy": averaging.spec.strategy.spec(),
         "of": [world.super_rank, world.super_size],
+        "of_mean": averaging.holds_mean > 0,
         "step": averaging.step,
         "rule": held,
     }
@@ -92,11 +97,18 @@ def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
 
 
 def _belongs_elsewhere(averaging: Averaging, state: dict[str, Any]) -> str:
-    """Return a message if the saved tensors belong to another super learner; "" if they can be used."""
+    """Return a message if the saved tensors belong to another super learner or model; "" if they fit."""
     spec, world = averaging.spec.strategy.spec(), averaging.world
     here = [world.super_rank, world.super_size]
     number, of = there = state.get("of", here)
-    if averaging.rule.own and list(there) != here and state["step"]:
+    if not (averaging.rule.own and state["step"]):
+        return ""
+    if state.get("of_mean"):
+        return (
+            f"the checkpoint holds the mean model, and the state of {spec} is that of super learner "
+            f"{number}'s own model"
+        )
+    if list(there) != here:
         return (
             f"the state of {spec} differs between super learners; the checkpoint is of super learner "
             f"{number} of {of}, this is super learner {here[0]} of {here[1]}"

@@ -334,6 +334,22 @@ def mean_in_a_block(where: str) -> None:
         )
         local = max(float(b.abs().max()) for b in before)
         say(case=f"{where}/mean in a block", apart=apart, local=local)
+    for spec in ("gasloc:period=50", "noloco:period=50", "a2cid2"):
+        s = Setting(spec)
+        with training(s) as (model, optimizer):
+            for step in range(3):
+                advance(s, step, model, optimizer)
+            with hvd.averaged(model):
+                saved = optimizer.state_dict()
+            with hvd.averaging_paused():
+                own = optimizer.state_dict()
+            facts = {"of mean": saved["averaging"]["of_mean"], "own": own["averaging"]["of_mean"]}
+            with hvd.averaging_paused():
+                optimizer.load_state_dict(saved)
+            facts["anew"] = optimizer._averaging.restart
+            with hvd.averaging_paused():
+                optimizer.load_state_dict(own)
+            say(case=f"{where}/of the mean/{spec}", again=not optimizer._averaging.restart, **facts)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------
