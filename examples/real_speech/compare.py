@@ -121,8 +121,9 @@ def main() -> None:
     options = arguments()
     launch.check([*launch.MODULES[:2], "soundfile", "kaldifst", "kaldi_decoder"], launcher=True)
     data = Path("out/real_speech") / options.language
-    game = options.game or prepare.fetched(options.language, Path("out/real_speech/packages"))
-    prepare.prepare(game, options.language, data)
+    if not prepare.is_prepared(data):
+        packages = Path("out/real_speech/packages")
+        prepare.prepare(prepare.game_of(options.language, options.game, packages), data)
     runs = [training(scheme, seed, options) for seed in options.seeds for scheme in options.schemes]
     began, took = time.perf_counter(), 0
     found: dict[str, list[dict]] = {scheme: [] for scheme in options.schemes}

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from examples.acoustic_model.speech.problem import Problem
-from examples.real_speech.prepare import BINS, STACKED
+from examples.real_speech.utterances import BINS
 
-BLANK = 0
+BLANK = 0  # output of CTC
+STACKED = 3  # frames that the model sees as one, 30 ms
 _BUCKET = 16  # minibatches whose utterances are sorted by length together
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from examples.real_speech.corpus import BLANK, Batch
-from examples.real_speech.prepare import BINS, STACKED
+from examples.real_speech.corpus import BLANK, STACKED, Batch
+from examples.real_speech.utterances import BINS
 
 # SpecAugment (Park et al., arXiv:1904.08779), without time warping: number and widest of the masks
 BANDS, WIDEST_BAND = 2, 16  # mel bins

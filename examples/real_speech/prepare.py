@@ -3,6 +3,8 @@
     python -m examples.real_speech.prepare                    Dutch: 1.6 h, out/real_speech/nl
     python -m examples.real_speech.prepare --language cs      Czech: 1.8 h
     python -m examples.real_speech.prepare --game FOLDER      files that are there already
+    python -m examples.real_speech.prepare --kaldi train=data/train dev=data/dev test=data/test --out OUT
+    python -m examples.real_speech.prepare --lhotse train=cuts_train.jsonl.gz dev=... test=... --out OUT
 
 The recordings are the dialogues of the game Fish Fillets NG, in Debian's packages fillets-ng-data-nl and -cs;
 their texts are in fillets-ng-data (GPL-2). They are fetched by apt-get, without root, into --packages.
@@ -16,42 +18,22 @@ import json
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from examples.acoustic_model.speech.problem import Problem, new_parser, require, run
-from examples.real_speech import dialogs
+from examples.real_speech import dialogs, importers
+from examples.real_speech.utterances import BINS, Utterance, features
 
 LANGUAGES = ("nl", "cs")
-BINS, STACKED = 80, 3  # log-mel energies of a frame; frames that the model sees as one, 30 ms
-HIGH_HZ = 8000.0
-LONGEST_S = 16.0
+SPLITS = ("train", "dev", "test")
+LONGEST_S = 16.0  # of an utterance
 SHARES = {"test": 0.1, "dev": 0.08}  # of the duration, by scenes
 GAME = Path("usr/share/games/fillets-ng")
-
-
-@dataclass(frozen=True)
-class Utterance:
-    """A recording with its text.
-
-    Attributes:
-        name: name of the recording.
-        scene: scene of the game; a scene is in one split only.
-        speaker: who says it.
-        text: normalised text.
-        sound: the file.
-        seconds: duration.
-    """
-
-    name: str
-    scene: str
-    speaker: str
-    text: str
-    sound: str
-    seconds: float
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -59,6 +41,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--language", choices=LANGUAGES, default="nl")
     add("--game", type=Path, help="folder with `sound` and `script` (default: fetched)")
+    add("--kaldi", nargs=3, metavar="SPLIT=DIR", help="data directories of Kaldi")
+    add("--lhotse", nargs=3, metavar="SPLIT=FILE", help="manifests of cuts")
     add("--packages", type=Path, default=Path("out/real_speech/packages"))
     add("--out", type=Path, help="folder (default: out/real_speech/LANGUAGE)")
     options = parser.parse_args(argv)
@@ -147,56 +131,63 @@ def split(everything: list[Utterance], seed: int = 0) -> dict[str, list[Utteranc
         taken |= {u.text for u in parts[name]}
     left = set(rest)
     parts["train"] = [u for u in everything if u.scene in left and u.text not in taken]
-    return {name: parts[name] for name in ("train", "dev", "test")}
+    return {name: parts[name] for name in SPLITS}
 
 
-# ---- features -----------------------------------------------------------------------------------
+def imported(
+    read: Callable[[Path], list[Utterance]], given: list[str]
+) -> dict[str, list[Utterance]]:
+    """Return the utterances of a corpus that is split already.
+
+    Args:
+        read: returns the utterances of a split.
+        given: SPLIT=PATH for each split.
+
+    Raises:
+        Problem: if a split is missing, or has no utterances.
+    """
+    paths = dict(item.partition("=")[::2] for item in given)
+    if sorted(paths) != sorted(SPLITS) or not all(paths.values()):
+        raise Problem(f"{' '.join(given)} is not train=PATH dev=PATH test=PATH")
+    parts = {name: read(Path(paths[name])) for name in SPLITS}
+    for name, found in parts.items():
+        parts[name] = [u for u in found if u.seconds <= LONGEST_S]
+        if not parts[name]:
+            raise Problem(
+                f"{paths[name]} has no utterance of at most {LONGEST_S:g} s with a text for {name}"
+            )
+    return parts
 
 
-def logmel(path: str) -> np.ndarray:
-    """Return 80 log-mel energies per 10 ms, without their mean over the utterance: float16 (frames, 80)."""
-    soundfile, fbank = (
-        require("soundfile", "soundfile"),
-        require("kaldi_native_fbank", "kaldi-native-fbank"),
-    )
-    samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    options = fbank.FbankOptions()
-    options.frame_opts.samp_freq = rate
-    options.frame_opts.dither = 0.0  # dither is random, but features must be reproducible
-    options.mel_opts.num_bins = BINS
-    options.mel_opts.high_freq = HIGH_HZ
-    online = fbank.OnlineFbank(options)
-    online.accept_waveform(rate, (samples.mean(1) * 32768.0).tolist())
-    online.input_finished()
-    frames = np.stack([online.get_frame(t) for t in range(online.num_frames_ready)])
-    return (frames - frames.mean(0)).astype(np.float16)
+# ---- the corpus ----------------------------------------------------------------------------------
 
 
-def prepare(game: Path, language: str, out: Path) -> bool:
-    """Write the corpus to `out`, unless it is there; return whether it was written.
+def is_prepared(out: Path) -> bool:
+    """Return whether the corpus is in `out`."""
+    return (out / "corpus.json").exists()
+
+
+def prepare(parts: dict[str, list[Utterance]], out: Path) -> None:
+    """Write the utterances of all splits to `out`.
 
     FOLDER/corpus.json          letters, standard deviations of the features, utterances by split
     FOLDER/SPLIT.features.npy   float16 (frames, 80), utterance after utterance
     FOLDER/SPLIT.offsets.npy    int64 (utterances + 1,)
     """
-    if (out / "corpus.json").exists():
-        return False
-    parts = split(utterances(game, language))
     out.mkdir(parents=True, exist_ok=True)
     squares, frames = np.zeros(BINS), 0
     for name, chosen in parts.items():
         with ProcessPoolExecutor() as workers:
-            made = list(workers.map(logmel, [u.sound for u in chosen], chunksize=16))
+            made = list(workers.map(features, chosen, chunksize=16))
         np.save(out / f"{name}.features.npy", np.concatenate(made))
         np.save(out / f"{name}.offsets.npy", np.cumsum([0, *map(len, made)]))
         if name == "train":
             squares = sum((m.astype(np.float64) ** 2).sum(0) for m in made)
             frames = sum(map(len, made))
-        minutes = sum(u.seconds for u in chosen) / 60
+        minutes = sum(map(len, made)) / 6000
         print(f"{name}: {len(chosen)} utterances, {minutes:.1f} min", flush=True)
     letters = sorted({c for u in parts["train"] for c in u.text})
     corpus = {
-        "language": language,
         "letters": "".join(letters),
         "deviation": np.sqrt(squares / frames).tolist(),
         **{name: [asdict(u) for u in chosen] for name, chosen in parts.items()},
@@ -204,15 +195,24 @@ def prepare(game: Path, language: str, out: Path) -> bool:
     part = out / "corpus.part"
     part.write_text(json.dumps(corpus, ensure_ascii=False), "utf-8")
     part.replace(out / "corpus.json")
-    return True
+
+
+def game_of(language: str, game: Path | None, packages: Path) -> dict[str, list[Utterance]]:
+    """Return the splits of the game's recordings, which are fetched unless `game` has them."""
+    return split(utterances(game or fetched(language, packages), language))
 
 
 def main() -> None:
-    """Fetch, unless --game is given, and prepare."""
+    """Fetch or import, and prepare."""
     options = arguments()
-    game = options.game or fetched(options.language, options.packages)
-    if not prepare(game, options.language, options.out):
+    if is_prepared(options.out):
         print(f"{options.out} is prepared already")
+    elif options.kaldi:
+        prepare(imported(importers.from_kaldi, options.kaldi), options.out)
+    elif options.lhotse:
+        prepare(imported(importers.from_lhotse, options.lhotse), options.out)
+    else:
+        prepare(game_of(options.language, options.game, options.packages), options.out)
     corpus = json.loads((options.out / "corpus.json").read_text("utf-8"))
     speakers = Counter(u["speaker"] for u in corpus["train"])
     print("speakers:", ", ".join(f"{who} {count}" for who, count in speakers.most_common(6)), "...")

@@ -21,9 +21,10 @@ import torch
 
 from examples.acoustic_model.speech import alone
 from examples.acoustic_model.speech.problem import Problem
-from examples.real_speech import compare, corpus, decode, dialogs, model, ngram, prepare
+from examples.real_speech import compare, corpus, decode, dialogs, importers, model, ngram, prepare
 from examples.real_speech import train as script
 from examples.real_speech.scoring import letter_errors
+from examples.real_speech.utterances import Utterance, features
 
 LUA = """
 dialogId("a-1", "font_small", "What is \\"this\\"?")
@@ -62,8 +63,8 @@ def test_lines_are_read_with_their_speakers(tmp_path: Path) -> None:
     ]
 
 
-def utterance(name: int, scene: int, text: str, seconds: float = 2.0) -> prepare.Utterance:
-    return prepare.Utterance(str(name), f"s{scene}", "small", text, "", seconds)
+def utterance(name: int, scene: int, text: str, seconds: float = 2.0) -> Utterance:
+    return Utterance(str(name), f"s{scene}", "small", text, "", seconds)
 
 
 def test_no_scene_and_no_text_is_in_two_splits() -> None:
@@ -100,8 +101,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lines.append(f'dialogId("s{scene}-{i}", "font_{font}", "x")\ndialogStr("{text}")\n')
         (told / "dialogs_nl.lua").write_text("".join(lines))
     out = tmp_path_factory.mktemp("speech") / "nl"
-    assert prepare.prepare(game, "nl", out)
-    assert not prepare.prepare(game, "nl", out)
+    prepare.prepare(prepare.game_of("nl", game, out), out)
+    assert prepare.is_prepared(out)
     return out
 
 
@@ -240,3 +241,123 @@ def test_without_apt_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(prepare.shutil, "which", lambda name: None)
     with pytest.raises(Problem, match="no apt-get and dpkg here.*--game FOLDER"):
         prepare.fetched("nl", tmp_path)
+
+
+# ---- corpora of others ---------------------------------------------------------------------------
+
+
+def sounds(folder: Path) -> list[Path]:
+    """Two recordings of 2 s at 16 kHz."""
+    random, paths = np.random.default_rng(1), []
+    for i in range(2):
+        paths.append(folder / f"r{i}.wav")
+        soundfile.write(paths[-1], 0.1 * random.standard_normal(32000), 16000)
+    return paths
+
+
+def kaldi(folder: Path, **tables: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in tables.items():
+        (folder / name.replace("_", ".")).write_text(text, "utf-8")
+    return folder
+
+
+def test_a_data_directory_of_kaldi_is_read(tmp_path: Path) -> None:
+    one, other = sounds(tmp_path)
+    folder = kaldi(
+        tmp_path / "data",
+        wav_scp=f"r0 {one}\nr1 {other}\n",
+        text="u0 HALLO WERELD\nu1 Nee!\nu2 12\nu3 nog een\n",
+        segments="u0 r0 0.0 1.0\nu1 r0 1.25 2.0\nu2 r1 0 1\nu3 r1 0.5 1.5\n",
+        utt2spk="u0 anna\nu1 anna\nu2 bert\nu3 bert\n",
+    )
+    found = importers.from_kaldi(folder)
+    assert [(u.name, u.text, u.speaker, u.start, u.seconds) for u in found] == [
+        ("u0", "hallo wereld", "anna", 0.0, 1.0),
+        ("u1", "nee", "anna", 1.25, 0.75),
+        ("u3", "nog een", "bert", 0.5, 1.0),
+    ]
+    assert [len(features(u)) for u in found] == [98, 73, 98]
+    whole = importers.from_kaldi(
+        kaldi(tmp_path / "whole", wav_scp=f"r1 {other}", text="r1 nog een")
+    )
+    (last,) = whole
+    assert (last.seconds, last.speaker) == (2.0, "r1")
+    part = features(last)[50:148].astype(np.float32)
+    np.testing.assert_allclose(part - part.mean(0), features(found[2]), atol=0.02)
+
+
+def test_features_of_kaldi_are_taken(tmp_path: Path) -> None:
+    native = pytest.importorskip("kaldi_native_io")
+    folder = kaldi(tmp_path / "data", text="u0 ja\nu1 nee\n")
+    made = {f"u{i}": np.random.default_rng(i).random((20, 80 - i), np.float32) for i in range(2)}
+    with native.FloatMatrixWriter(f"ark,scp:{folder}/feats.ark,{folder}/feats.scp") as writer:
+        for name, frames in made.items():
+            writer.write(name, frames)
+    good, bad = importers.from_kaldi(folder)
+    expected = made["u0"] - made["u0"].mean(0)
+    np.testing.assert_allclose(features(good), expected, atol=1e-3)
+    with pytest.raises(Problem, match="u1 in feats.scp has 79 features per frame, allowed are 80"):
+        features(bad)
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({}, "no .*text; a data directory of Kaldi has text"),
+        ({"text": "u ja", "wav_scp": "u sph2pipe -f wav a.sph |"}, "u is a command .*are not run"),
+        ({"text": "u ja", "wav_scp": "v a.wav"}, "u of text has neither a recording"),
+        ({"text": "u ja", "wav_scp": "u /nowhere.wav"}, "nowhere.wav cannot be read"),
+        (
+            {"text": "u ja", "wav_scp": "r a.wav", "segments": "u r 2 1"},
+            "is not RECORDING START END",
+        ),
+    ],
+)
+def test_a_damaged_data_directory_is_told(
+    tables: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Problem, match=told):
+        importers.from_kaldi(kaldi(tmp_path / "data", **tables))
+
+
+def manifest(folder: Path) -> Path:
+    lhotse = pytest.importorskip("lhotse")
+    cuts = []
+    for i, path in enumerate(sounds(folder)):
+        recording = lhotse.Recording.from_file(path)
+        said = [
+            lhotse.SupervisionSegment(
+                f"u{i}{j}", recording.id, j * 0.8, 0.7, text=text, speaker=f"s{i}"
+            )
+            for j, text in enumerate(("Hallo, wereld", "Nee"))
+        ]
+        cuts.append(lhotse.MonoCut(f"c{i}", 0.0, 2.0, 0, recording=recording, supervisions=said))
+    path = folder / "cuts.jsonl.gz"
+    lhotse.CutSet.from_cuts(cuts).to_file(path)
+    return path
+
+
+def test_a_manifest_of_lhotse_is_read(tmp_path: Path) -> None:
+    found = importers.from_lhotse(manifest(tmp_path))
+    assert [(u.name, u.text, u.speaker, u.start, u.seconds) for u in found] == [
+        ("u00", "hallo wereld", "s0", 0.0, 0.7),
+        ("u01", "nee", "s0", 0.8, 0.7),
+        ("u10", "hallo wereld", "s1", 0.0, 0.7),
+        ("u11", "nee", "s1", 0.8, 0.7),
+    ]
+    assert features(found[1]).shape == (68, 80)
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(Problem, match="bad.jsonl is no manifest of cuts"):
+        importers.from_lhotse(tmp_path / "bad.jsonl")
+
+
+def test_a_corpus_that_is_split_is_prepared(tmp_path: Path) -> None:
+    path = manifest(tmp_path)
+    parts = prepare.imported(importers.from_lhotse, [f"{name}={path}" for name in prepare.SPLITS])
+    prepare.prepare(parts, tmp_path / "out")
+    split = corpus.Split(tmp_path / "out", "train")
+    assert split.texts == ["hallo wereld", "nee"] * 2
+    assert split.frames(1).shape == (22, 240)
+    with pytest.raises(Problem, match="is not train=PATH dev=PATH test=PATH"):
+        prepare.imported(importers.from_lhotse, [f"train={path}", f"dev={path}", "dev="])
