@@ -72,16 +72,22 @@ class Split:
 
     def frames(self, i: int) -> np.ndarray:
         """Return the features of an utterance, STACKED frames as one: float32 (frames, STACKED * BINS)."""
-        whole = (
-            self._features[self._offsets[i] : self._offsets[i + 1]].astype(np.float32) * self._scale
-        )
+        return self.stacked(self._features[self._offsets[i] : self._offsets[i + 1]])
+
+    def stacked(self, features: np.ndarray) -> np.ndarray:
+        """Return features (frames, BINS), scaled to a deviation of 1, STACKED frames as one."""
+        whole = features.astype(np.float32) * self._scale
         count = len(whole) // STACKED
         return whole[: count * STACKED].reshape(count, STACKED * BINS)
 
     def batch(self, chosen: list[int]) -> Batch:
-        """Return utterances as a minibatch; letters that train does not have are left out."""
-        frames = [torch.from_numpy(self.frames(i)) for i in chosen]
-        codes = [[self._codes[c] for c in self.texts[i] if c in self._codes] for i in chosen]
+        """Return utterances as a minibatch."""
+        return self.collated([self.frames(i) for i in chosen], [self.texts[i] for i in chosen])
+
+    def collated(self, sounds: list[np.ndarray], texts: list[str]) -> Batch:
+        """Return frames and texts as a minibatch; letters that train does not have are left out."""
+        frames = [torch.from_numpy(sound) for sound in sounds]
+        codes = [[self._codes[c] for c in text if c in self._codes] for text in texts]
         return Batch(
             torch.nn.utils.rnn.pad_sequence(frames, batch_first=True),
             torch.tensor([len(f) for f in frames]),

@@ -4,6 +4,7 @@
     horovodrun -np 4 python -m examples.real_speech.train --strategy ssgd     plain Horovod
     python -m examples.real_speech.train --strategy single                    one learner, no launcher
     horovodrun -np 4 python -m examples.real_speech.train --by-speaker        data that differ
+    horovodrun -np 4 python -m examples.real_speech.train --cuts cuts_train.jsonl.gz      Lhotse's sampler
 
 With HVD_ADPSGD_SUPER_LEARNER_SIZE=1 each learner of one machine is a super learner. AdamW with a warm-up and
 a cosine, SpecAugment, clipping. --batch is that of one learner, --rate that of the job.
@@ -15,6 +16,7 @@ import argparse
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +29,7 @@ from examples.acoustic_model.speech import journal, strategy
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
 from examples.real_speech import corpus
+from examples.real_speech.cuts import CutBatches
 from examples.real_speech.model import Recogniser, Shape, augmented, greedy, loss
 
 
@@ -47,6 +50,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rate", type=float, default=3e-3, help="highest learning rate (default: 3e-3)")
     add("--warm-up", type=float, default=3.0, metavar="EPOCHS")
     add("--clip", type=float, default=5.0, help="largest norm of the gradient (default: 5)")
+    add(
+        "--cuts", type=Path, nargs="+", help="Lhotse manifests to train on: one, or one per learner"
+    )
+    add("--seconds", type=float, default=40.0, help="with --cuts: most speech per minibatch")
     add("--by-speaker", action="store_true", help="each learner has speakers of its own")
     add("--layers", type=int, default=3)
     add("--cells", type=int, default=160)
@@ -60,6 +67,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         ("clip", 1e-6, 1e6),
         ("layers", 1, 16),
         ("cells", 1, 4096),
+        ("seconds", 1, 1e4),
     ):
         within(f"--{name.replace('_', '-')}", getattr(options, name), low, high)
     strategy.check(options.strategy)
@@ -84,13 +92,18 @@ class Trainer:
         self.mine = corpus.part(
             self.train, hvd.rank(), hvd.size(), options.by_speaker, options.seed
         )
-        if len(self.mine) < options.batch:
+        if not options.cuts and len(self.mine) < options.batch:
             raise Problem(
                 f"--batch {options.batch} x {hvd.size()} learners is more than the {len(self.train)} "
                 f"utterances in {options.data}; lower --batch"
             )
         self.lengths = self.train.lengths()
-        self.steps = len(list(self._minibatches(0)))
+        self.cuts = None
+        if options.cuts:
+            self.cuts = CutBatches(
+                options.cuts, self.train, hvd.rank(), hvd.size(), options.seconds, options.seed
+            )
+        self.steps = self.cuts.steps if self.cuts else sum(1 for _ in self._minibatches(0))
         torch.manual_seed(options.seed)
         shape = Shape(len(self.train.letters), options.layers, options.cells)
         self.model = Recogniser(shape)
@@ -106,17 +119,22 @@ class Trainer:
         torch.manual_seed(options.seed * 1000 + hvd.rank())  # dropout differs between learners
         self.random = torch.Generator().manual_seed(options.seed * 1000 + hvd.rank())
 
-    def _minibatches(self, epoch: int):
+    def _minibatches(self, epoch: int) -> Iterator[list[int]]:
         options = self.options
         return corpus.minibatches(self.mine, self.lengths, options.batch, options.seed, epoch)
+
+    def _batches(self, epoch: int) -> Iterator[corpus.Batch]:
+        if self.cuts:
+            return self.cuts.epoch(epoch)
+        return map(self.train.batch, self._minibatches(epoch))
 
     def epoch(self, epoch: int) -> float:
         """Train one epoch; return this learner's mean loss per letter."""
         self.model.train()
         total, letters = 0.0, 0
-        for step, chosen in enumerate(self._minibatches(epoch)):
-            batch = self.train.batch(chosen)
-            rate = self.options.rate * factor(self.options, epoch + step / self.steps)
+        for step, batch in enumerate(self._batches(epoch)):
+            now = epoch + min(1.0, step / self.steps)
+            rate = self.options.rate * factor(self.options, now)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.zero_grad()
@@ -187,7 +205,7 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
             log.add(
                 {
                     "epoch": epoch + 1,
-                    "samples": (epoch + 1) * trainer.steps * options.batch * hvd.size(),
+                    "utterances": (epoch + 1) * len(trainer.train),
                     "seconds": seconds,
                     "heldout_loss": journal.number(held_out),
                     "heldout_cer": errors,

@@ -23,6 +23,7 @@ from examples.acoustic_model.speech import alone
 from examples.acoustic_model.speech.problem import Problem
 from examples.real_speech import compare, corpus, decode, dialogs, importers, model, ngram, prepare
 from examples.real_speech import train as script
+from examples.real_speech.cuts import CutBatches
 from examples.real_speech.scoring import letter_errors
 from examples.real_speech.utterances import Utterance, features
 
@@ -361,3 +362,29 @@ def test_a_corpus_that_is_split_is_prepared(tmp_path: Path) -> None:
     assert split.frames(1).shape == (22, 240)
     with pytest.raises(Problem, match="is not train=PATH dev=PATH test=PATH"):
         prepare.imported(importers.from_lhotse, [f"train={path}", f"dev={path}", "dev="])
+
+
+def test_cuts_are_dealt_to_learners_by_lhotse(data: Path, tmp_path: Path) -> None:
+    path, split = manifest(tmp_path), corpus.Split(data, "train")
+    for size in (1, 2):
+        learners = [CutBatches([path], split, rank, size, 1.0, 0) for rank in range(size)]
+        dealt = [list(learner.epoch(0)) for learner in learners]
+        assert sum(len(batch.lengths) for batches in dealt for batch in batches) >= 4
+        assert len({len(batches) for batches in dealt}) == 1
+        for batch in dealt[0]:
+            assert batch.frames.shape[2] == 240
+            assert batch.lengths.tolist() == [22] * len(batch.lengths)
+    assert CutBatches([path], split, 0, 2, 0.7, 0).steps == 2
+
+
+def test_learners_with_manifests_of_their_own_may_make_different_numbers_of_steps(
+    data: Path, tmp_path: Path
+) -> None:
+    path, split = manifest(tmp_path), corpus.Split(data, "train")
+    lhotse = pytest.importorskip("lhotse")
+    short = tmp_path / "short.jsonl.gz"
+    lhotse.CutSet.from_cuts([next(iter(lhotse.CutSet.from_file(path)))]).to_file(short)
+    learners = [CutBatches([path, short], split, rank, 2, 0.7, 0) for rank in range(2)]
+    assert [len(list(learner.epoch(1))) for learner in learners] == [4, 2]
+    with pytest.raises(Problem, match="--cuts has 2 manifests, allowed are 1 and 4"):
+        CutBatches([path, short], split, 0, 4, 0.7, 0)
