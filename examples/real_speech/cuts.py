@@ -40,13 +40,15 @@ class CutBatches:
         own = len(manifests) > 1
         path = manifests[rank] if own else manifests[0]
         self._dealt = {"rank": 0, "world_size": 1} if own else {"rank": rank, "world_size": size}
-        self._cuts = importers.cuts(path).trim_to_supervisions(keep_overlapping=False).to_eager()
+        self._cuts = importers.cuts(path).trim_to_supervisions(keep_overlapping=False)
         if not any(True for _ in importers.utterances_of(self._cuts)):
             raise Problem(
                 f"{path} has no supervision with a text; add it, or leave the manifest out"
             )
         self._split, self._seconds, self._seed = split, seconds, seed
-        duration = sum(cut.duration for cut in self._cuts) / self._dealt["world_size"]
+        durations = [cut.duration for cut in self._cuts]
+        self._buckets = min(_BUCKETS, max(2, len(durations) // 4))
+        duration = sum(durations) / self._dealt["world_size"]
         self.steps = max(1, round(duration / seconds))  # of an epoch, about
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -55,7 +57,7 @@ class CutBatches:
         sampler = sampling.DynamicBucketingSampler(
             self._cuts,
             max_duration=self._seconds,
-            num_buckets=min(_BUCKETS, max(2, len(self._cuts) // 4)),
+            num_buckets=self._buckets,
             shuffle=True,
             seed=self._seed,
             **self._dealt,
