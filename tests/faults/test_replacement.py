@@ -90,7 +90,7 @@ def require_replaced(result: Result, np: int, of: int, joined: int, new: set[int
 
 
 def test_replaced_under_horovodrun(tmp_path):
-    result = train(tmp_path, 3, "2", "--after", 10, launcher="horovodrun")
+    result = train(tmp_path, 3, "2", "--after", 3, launcher="horovodrun")
     assert result.returncode == 0, result.report()
     require_replaced(result, 3, 1, joined=1, new={2})
     assert "super learner 2 has joined" in result.stderr
