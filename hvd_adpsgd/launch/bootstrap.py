@@ -1,6 +1,6 @@
 """Makes each learner's World (ranks, communicators) in init(), and tears it down in bounded time.
 
-Importing this module starts nothing; `init` loads MPI, Horovod and torch.
+Importing this module starts nothing; `init` loads MPI.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import horovod.torch as horovod
+from horovod.torch import mpi_ops
 
 from hvd_adpsgd import strategies
 from hvd_adpsgd.collectives.of_communicator import allgather_object
@@ -308,9 +311,6 @@ def _cut(
 
 def _start_horovod(world: World, process_sets: Any) -> None:
     """Start Horovod in this super learner, whose learners are Horovod's processes."""
-    import horovod.torch as horovod
-    from horovod.torch import mpi_ops
-
     with own_timeline(world.super_rank, world.super_size):
         if isinstance(world.inner, Communicator):
             with world_over_gloo(world):
@@ -431,8 +431,6 @@ def _stop_horovod(seconds: float) -> bool:
 
     A thread left behind in Horovod is a weakness that we accept: there is no way to interrupt it.
     """
-    import horovod.torch as horovod
-
     stopped = shutdown.finishes_within(horovod.shutdown, seconds)
     if not stopped:
         exit_state.stuck = "Horovod, which waits for a learner that has stopped or died"

@@ -113,6 +113,7 @@ from hvd_adpsgd.torch.horovod_ops import (
     start_timeline,
     stop_timeline,
 )
+from hvd_adpsgd.torch.installing import install
 from hvd_adpsgd.torch.membership import (
     failed_ranks,
     is_coordinator,
@@ -198,6 +199,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "install",
     "is_coordinator",
     "is_initialized",
     "is_leader",

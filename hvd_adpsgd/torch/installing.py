@@ -1,0 +1,57 @@
+"""Puts this library in the place of `horovod.torch`, for libraries that import that module themselves."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import horovod
+import horovod.torch as horovod_torch
+
+from hvd_adpsgd.errors import WorldError
+
+__all__ = ["install"]
+
+_SUBMODULES = ("elastic", "functions", "mpi_ops", "optimizer")  # those that this library has, too
+
+
+def install() -> None:
+    """From now on `import horovod.torch` gives `hvd_adpsgd.torch`, in this process; idempotent.
+
+    For libraries with a Horovod backend of their own, such as Ignite and open_clip. Call it first in the
+    script, on all learners:
+
+        import hvd_adpsgd.torch as hvd
+        hvd.install()
+        import ignite.distributed as idist
+
+    Raises:
+        WorldError: if a module has imported `horovod.torch` before: it would average gradients of one super
+            learner where it means all learners.
+    """
+    face = sys.modules["hvd_adpsgd.torch"]
+    if sys.modules.get("horovod.torch") is face:
+        return
+    if late := sorted(_users(horovod_torch)):
+        raise WorldError(
+            f"install(): {', '.join(late)} imported horovod.torch before. Call hvd_adpsgd.torch.install() at "
+            "the start of the script, before other imports."
+        )
+    sys.modules["horovod.torch"] = horovod.torch = face
+    for name in _SUBMODULES:
+        sys.modules[f"horovod.torch.{name}"] = getattr(face, name)
+
+
+def _users(module: ModuleType) -> set[str]:
+    """Return the names of modules of others that hold `module` or one of its functions or classes."""
+    own = {id(module)}
+    for value in vars(module).values():
+        if callable(value) and str(getattr(value, "__module__", "")).startswith("horovod."):
+            own.add(id(value))
+    return {
+        name
+        for name, user in list(sys.modules.items())
+        if isinstance(user, ModuleType)
+        and name.partition(".")[0] not in ("horovod", "hvd_adpsgd", "__mp_main__")
+        and any(id(value) in own for value in list(vars(user).values()))
+    }

@@ -1,0 +1,86 @@
+"""`install()`: libraries that import horovod.torch themselves get this one."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import run_learners
+
+pytestmark = pytest.mark.mpi
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("programs") / "ignite_run.py"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ignite") is None, reason="no Ignite")
+def test_ignite_trains_with_its_horovod_backend() -> None:
+    result = run_learners(4, PROGRAM, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked()
+    everybody = result.by_rank()
+    assert [facts["rank"] for facts in everybody] == list(range(4))
+    for facts in everybody:
+        assert facts["face"] and facts["begins_alike"], facts
+        assert (facts["size"], facts["backend"]) == (4, "horovod")
+        assert len(facts["losses"]) == 3
+        assert facts["losses"] == everybody[0]["losses"]
+        assert facts["weight"] == everybody[0]["weight"]
+
+
+MAIN = "WorldError install(): __main__ imported"
+LATE = """
+import sys, types
+{before}
+import hvd_adpsgd.torch as hvd
+{after}
+try:
+    hvd.install()
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    import horovod.torch
+    print(horovod.torch is hvd, sys.modules["horovod.torch.elastic"] is hvd.elastic)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        # binds horovod only
+        pytest.param("import horovod.torch", "", "True True", marks=pytest.mark.extended),
+        pytest.param("import horovod.torch as plain", "", MAIN, marks=pytest.mark.extended),
+        pytest.param("from horovod.torch import allreduce", "", MAIN, marks=pytest.mark.extended),
+        (
+            "",
+            "other = sys.modules['other'] = types.ModuleType('other')\n"
+            "exec('import horovod.torch as hvd', vars(other))",
+            "WorldError install(): other imported horovod.torch before. Call hvd_adpsgd.torch.install()",
+        ),
+    ],
+)
+def test_who_has_imported_horovod_before_is_named(before: str, after: str, told: str) -> None:
+    program = LATE.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith(told), done.stdout + done.stderr
+
+
+def test_this_library_keeps_the_horovod_that_it_has() -> None:
+    """All its modules that import horovod.torch are loaded before install() can be called."""
+    needing = []
+    for path in (ROOT / "hvd_adpsgd").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name.startswith("hvd_adpsgd.tools"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(one.startswith("horovod.torch") for one in names):
+                needing.append(name)
+    assert len(needing) > 5
+    program = f"import sys, hvd_adpsgd.torch; print([n for n in {needing} if n not in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
