@@ -252,6 +252,7 @@ class Teardown:
         self._membership.fail(failing or ())
         # the barrier may be complete on this learner, but not on a learner that has timed out and exited
         clean = stopped and failing is not None and not barrier.ended()
+        exit_state.barrier, exit_state.ends = None if clean else barrier, ends
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
             self._note_dead(left)
@@ -259,7 +260,6 @@ class Teardown:
         exit_state.has_failures = bool(exit_state.failed) or not stopped
         if not clean:
             exit_state.has_failures = _any_failure(barrier, exit_state.has_failures, ends)
-        exit_state.barrier, exit_state.ends = None if clean else barrier, ends
         return clean
 
     def ends_last(self, seconds: float) -> bool:
@@ -275,17 +275,28 @@ class Teardown:
     def _note_dead(self, left: Callable[[], Collection[int]]) -> None:
         """Record as failed the learners that have exited without having reached the barrier or left.
 
-        Running engines report such failures themselves; here engines have stopped.
+        Running engines report such failures themselves; here engines have stopped. This learner is one of them
+        if the others have declared it failed.
         """
+        own, agreed = self._barrier.rank, self._barrier.failed()
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
-        ended = self._barrier.ended()
-        dead = self._barrier.failed() | (silent & ended)
-        dead -= {*left(), *self._membership.failed_ranks()}
+        ends = time.monotonic() + _FLUSH_S
+        while True:
+            ended = self._barrier.ended()
+            gone = set(left())  # after `ended`: a learner says that it leaves, then exits
+            if agreed - {own} <= ended | gone or time.monotonic() > ends:
+                break
+            time.sleep(_LOOK_S)  # the others know of an exit; a leave may be on its way to this learner
+        dead = (agreed | (silent & ended)) - gone
+        dead -= set(self._membership.failed_ranks())
         if not dead:
             return
         self._membership.fail(dead)
-        is_first = self._barrier.rank == min(set(self._barrier.ranks) - ended - dead)
-        level = logging.WARNING if is_first else logging.INFO
+        if own in dead:
+            log.warning("learner %d was declared failed by the others while all were leaving.", own)
+            return
+        others = set(self._barrier.ranks) - ended - gone - dead
+        level = logging.WARNING if own == min(others | {own}) else logging.INFO
         log.log(level, "learners %s failed while all learners were leaving.", sorted(dead))
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:

@@ -537,7 +537,9 @@ def test_a_mean_that_a_script_takes_is_no_local_update_of_gasloc() -> None:
 
 @pytest.mark.parametrize("spec", ["gasloc:period=50", "noloco:period=50", "a2cid2"])
 def test_what_belongs_to_an_own_model_is_not_resumed_with_the_mean(spec: str) -> None:
-    for facts in trained("later", 4).said[f"4x1/of the mean/{spec}"]:
+    everybody = trained("later", 4).said[f"4x1/of the mean/{spec}"]
+    assert len(everybody) == 4
+    for facts in everybody:
         assert facts["of mean"] and facts["anew"], facts
         assert not facts["own"] and facts["again"], facts
 

@@ -276,16 +276,18 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
             return getattr(outcomes, name)
 
     monkeypatch.setattr(shutdown, "exit_state", Outcome())
+    seen = {1: {3}, 3: {0, 1, 2}}  # what the networks report
 
     def shut_down(rank: int) -> tuple[bool, bool, bool]:
         network = SharedNetwork(rank, inboxes)
-        network.failed = {3} if rank == 1 else set()
+        network.failed = seen.get(rank, set())
         own = next(i for i, group in enumerate(groups) if rank in group)
         membership = Membership(groups, [f"node {i}" for i in range(len(groups))], own)
         mates = groups[own]
         done = np.zeros(len(mates), dtype=np.uint8)
         teardown = Teardown(ShutdownBarrier(network, (0, 1, 2, 3)), membership, mates, done)
         clean = teardown.meet(True, time.monotonic() + 60, lambda: left)
+        assert (shutdown.exit_state.barrier is None) is clean
         return clean, 3 in membership.failed_ranks(), bool(shutdown.exit_state.has_failures)
 
     with caplog.at_level("WARNING", "hvd_adpsgd"), ThreadPoolExecutor(3) as learners:
@@ -293,3 +295,37 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
     assert ends == [(False, not left, not left)] * 3
     said = [record.getMessage() for record in caplog.records]
     assert said == ([] if left else ["learners [3] failed while all learners were leaving."])
+    if not left:  # it was only stopped: it finds the others gone, and their decision
+        caplog.clear()
+        with caplog.at_level("WARNING", "hvd_adpsgd"):
+            assert shut_down(3) == (False, True, True)
+        told = "learner 3 was declared failed by the others while all were leaving."
+        assert [record.getMessage() for record in caplog.records] == [told]
+
+
+def test_a_leave_that_arrives_after_the_decision_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Learner 0 has seen that 2 has left and ended; learner 1 is told of the end before 2 is heard."""
+    inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]] = [queue.SimpleQueue() for _ in range(3)]
+    monkeypatch.setattr(shutdown, "exit_state", threading.local())
+    asked = {0: 0, 1: 0}
+
+    def shut_down(rank: int) -> tuple[int, ...]:
+        network = SharedNetwork(rank, inboxes)
+        network.failed = {2} if rank == 0 else set()
+        membership = Membership([(0,), (1,), (2,)], ["a", "b", "c"], rank)
+
+        def left() -> set[int]:
+            asked[rank] += 1
+            return {2} if rank == 0 or asked[rank] > 3 else set()
+
+        done = np.zeros(1, dtype=np.uint8)
+        teardown = Teardown(ShutdownBarrier(network, (0, 1, 2)), membership, (rank,), done)
+        teardown.meet(True, time.monotonic() + 60, left)
+        return membership.failed_ranks()
+
+    with caplog.at_level("INFO", "hvd_adpsgd"), ThreadPoolExecutor(2) as learners:
+        assert list(learners.map(shut_down, range(2))) == [(), ()]
+    assert asked[1] == 4
+    assert "failed while" not in caplog.text
