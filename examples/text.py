@@ -51,8 +51,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--horovod", action="store_true", help="plain Horovod in place of hvd_adpsgd")
     options = parser.parse_args(argv)
-    if options.width % 32:
+    for name in ("steps", "batch", "passes", "length", "layers", "every"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}, allowed are numbers from 1")
+    if options.width < 1 or options.width % 32:
         parser.error(f"--width is {options.width}, allowed are multiples of 32: a head has 32")
+    for path in options.data or ():
+        if not path.is_file():
+            parser.error(f"--data {path} is no file")
     return options
 
 

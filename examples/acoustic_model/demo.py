@@ -158,7 +158,7 @@ def train(one: launch.Training, data: Path, resume: bool) -> None:
     Raises:
         Problem: if the training fails, but for one in which a learner is killed.
     """
-    if resume and one.is_finished():
+    if resume and one.is_finished(data):
         print("   finished before", flush=True)
         return
     launch.train(one, data, resume)
@@ -174,27 +174,28 @@ def row(kind: Kind, runs: list[launch.Training], result: dict) -> dict:
             "wer": wer,
             "interval": interval,
         }
-    ends = [_end(one) for one in runs]
+    ends = [_end(kind, one) for one in runs]
     seconds, part = (sum(end[k] for end in ends) / len(ends) for k in range(2))
     return {"seconds": seconds, "part": part}
 
 
-def _end(one: launch.Training) -> tuple[float, float]:
+def _end(kind: Kind, one: launch.Training) -> tuple[float, float]:
     """Return after how many seconds, and with which part of the samples, a short training has ended.
 
     Raises:
-        Problem: if it ended before its learner was killed.
+        Problem: if its learner was not killed, or the others did not finish under H-ADPSGD.
     """
-    entries = journal.read(one.folder / "heldout.jsonl")
-    if one.is_finished():
-        return entries[-1]["seconds"], 1.0
-    try:
-        killed = json.loads((one.folder / "killed.json").read_text())
-    except FileNotFoundError:
+    killed, finished = one.folder / "killed.json", (one.folder / "model.pt").exists()
+    if not killed.exists():
+        raise Problem(f"{one.scheme}: its learner was not killed; {one.folder}/log.txt says why")
+    if finished:
+        return journal.read(one.folder / "heldout.jsonl")[-1]["seconds"], 1.0
+    if kind.scheme == "hadpsgd":
         raise Problem(
-            f"{one.scheme} failed before its learner was killed; {one.folder}/log.txt says why"
-        ) from None
-    return killed["seconds"], killed["epochs"] / SHORT_EPOCHS
+            f"{one.scheme} did not outlive the learner that was killed; {one.folder}/log.txt says why"
+        )
+    died = json.loads(killed.read_text())
+    return died["seconds"], died["epochs"] / SHORT_EPOCHS
 
 
 def table(rows: dict[str, dict], differences: dict) -> str:

@@ -91,7 +91,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--kill",
         type=disturbance,
         metavar="RANK:EPOCHS",
-        help="SIGKILL RANK after EPOCHS of its own",
+        help="SIGKILL RANK after EPOCHS",
     )
     add("--projection", type=int, help="width of the linear layer before the outputs, 0 for none")
     options = parser.parse_args(argv)
@@ -299,7 +299,13 @@ class Trainer:
         self._restore()
 
     def _chosen(self, given: tuple[int, float] | None, otherwise: float) -> float:
-        """Return the number of an option RANK:NUMBER if this learner has that rank."""
+        """Return the number of an option RANK:NUMBER if this learner has that rank.
+
+        Raises:
+            Problem: if no learner has that rank.
+        """
+        if given and given[0] >= self.hvd.size():
+            raise Problem(f"--slow or --kill of learner {given[0]}: there are {self.hvd.size()}")
         return given[1] if given and given[0] == self.hvd.rank() else otherwise
 
     def _restore(self) -> None:
@@ -310,7 +316,7 @@ class Trainer:
         hvd, options = self.hvd, self.options
         if options.resume and hvd.rank() == 0:
             saved = journal.load(options.out / "checkpoint.pt")
-            _compare(saved["settings"], self.settings(), options.out)
+            _compare({"pool": False} | saved["settings"], self.settings(), options.out)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.progress = saved["progress"]
@@ -330,8 +336,8 @@ class Trainer:
             | asdict(self.model.shape)
         )
 
-    def epoch(self, epoch: int) -> float:
-        """Train one epoch; return this learner's mean loss per frame."""
+    def epoch(self, epoch: int) -> float | None:
+        """Train one epoch; return this learner's mean loss per frame, None if it had no minibatch."""
         self.sampler.set_epoch(epoch)
         self.model.train()
         steps, total, done, began = len(self.loader), 0.0, 0, time.perf_counter()
@@ -343,7 +349,7 @@ class Trainer:
                 self._set_rate(now)
                 total += self._step(frames, labels)
                 bar.update()
-        return total / max(1, done)
+        return total / done if done else None
 
     def _die(self, epochs: float, seconds: float) -> None:
         """Write killed.json, then end as a process that is killed."""
@@ -402,9 +408,14 @@ class Trainer:
 
     def checkpoint(self, mean: torch.nn.Module) -> None:
         """Write checkpoint.pt (on rank 0): the mean model, and the state needed to resume from it."""
+        optimizer = self.optimizer.state_dict()
+        if (
+            "averaging" in optimizer
+        ):  # what belongs to this learner's own model does not fit the mean
+            optimizer["averaging"]["of_mean"] = True
         content = {
             "model": mean.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "progress": self.progress,
             "settings": self.settings(),
         }
@@ -509,7 +520,7 @@ def _require_number(heldout: float, epoch: int) -> None:
         )
 
 
-def _timed_epoch(trainer: Trainer, epoch: int) -> float:
+def _timed_epoch(trainer: Trainer, epoch: int) -> float | None:
     """Train an epoch, and update trainer.progress, whose seconds do not include evaluation."""
     start = time.perf_counter()
     loss = trainer.epoch(epoch)

@@ -2,7 +2,7 @@
 
     python -m examples.real_speech.compare                       Dutch, three seeds: hours on two cores
     python -m examples.real_speech.compare --seeds 0 --epochs 20
-    python -m examples.real_speech.compare --by-speaker          learners have speakers of their own
+    python -m examples.real_speech.compare --by-speaker          learners' data are sorted by speaker
 
 Four learners; with H-ADPSGD 4 super learners of one. Trainings take turns. Written to --out: result.json, all
 runs. --schemes takes any averaging spec of the library, too. HOROVODRUN_ARGS adds arguments to horovodrun.
@@ -38,11 +38,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--schemes", nargs="+", default=list(SCHEMES), metavar="NAME", help="ssgd first")
     add("--epochs", type=int, default=30)
-    add("--by-speaker", action="store_true", help="learners have speakers of their own")
+    add("--by-speaker", action="store_true", help="learners' data are sorted by speaker")
     add("--out", type=Path, default=Path("out/real_speech/compare"))
     add("--resume", action="store_true", help="keep finished runs")
     options = parser.parse_args(argv)
     within("--epochs", options.epochs, 1, 10_000)
+    for seed in options.seeds:
+        within("--seeds", seed, 0, 2**31 - 1)
     for scheme in options.schemes:
         strategy.check(scheme)
     drop_repeats(options, "seeds", "schemes")
@@ -119,7 +121,19 @@ def table(result: dict) -> str:
 def main() -> None:
     """Prepare, train and decode every run, write and print the comparison."""
     options = arguments()
-    launch.check([*launch.MODULES[:2], "soundfile", "kaldifst", "kaldi_decoder"], launcher=True)
+    launch.check(
+        [
+            *launch.MODULES[:2],
+            "tensorboard",
+            "kaldi_native_fbank",
+            "horovod",
+            "hvd_adpsgd",
+            "soundfile",
+            "kaldifst",
+            "kaldi_decoder",
+        ],
+        launcher=True,
+    )
     data = Path("out/real_speech") / options.language
     if not prepare.is_prepared(data):
         packages = Path("out/real_speech/packages")
@@ -131,7 +145,7 @@ def main() -> None:
         passed = time.perf_counter() - began
         left = f", about {passed / took * (len(runs) - place) / 60:.0f} min left" if took else ""
         print(f"\n[{place + 1} of {len(runs)}] {one.scheme}, seed {one.seed}{left}", flush=True)
-        if not (options.resume and one.is_finished()):
+        if not (options.resume and one.is_finished(data)):
             launch.train(one, data)
             took += 1
         found[one.scheme].append(decoded(one, data))

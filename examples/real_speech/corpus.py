@@ -107,7 +107,7 @@ def part(split: Split, rank: int, size: int, by_speaker: bool, seed: int) -> lis
         split: the training data.
         rank: which part.
         size: number of parts.
-        by_speaker: whether utterances of a speaker stay together, so that the parts differ.
+        by_speaker: whether utterances are sorted by speaker, so that the parts differ.
         seed: of the order in which utterances are dealt.
     """
     order = np.random.default_rng(seed).permutation(len(split))

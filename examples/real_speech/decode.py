@@ -110,13 +110,13 @@ def decode(path: Path, data: Path, order: int) -> dict[str, Any]:
         Problem: if the model's letters are not those of the data.
     """
     saved = journal.load(path)
-    model = Recogniser(Shape(**saved["shape"]))
     dev, test, train = (Split(data, name) for name in ("dev", "test", "train"))
-    if model.shape.letters != len(test.letters):
+    if saved.get("letters") != test.letters:
         raise Problem(
-            f"{path} has {model.shape.letters} letters, {data} {len(test.letters)}; give the --data that it "
-            "was trained on"
+            f"{path} has the letters {saved.get('letters', '(none)')!r}, {data} {test.letters!r}; give the "
+            "--data that it was trained on"
         )
+    model = Recogniser(Shape(**saved["shape"]))
     model.load_state_dict(saved["model"])
     letters = ngram.LetterModel(train.texts, train.letters, order)
     weight, bonus = tuned(letters, scored(model, dev), dev)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
-_LINE = re.compile(rf"dialogId\({_STRING},\s*{_STRING},\s*{_STRING}\)\s*dialogStr\({_STRING}\)")
+_LINE = re.compile(
+    rf"dialogId\(\s*{_STRING},\s*{_STRING},\s*{_STRING}\s*\)\s*dialogStr\(\s*{_STRING}\s*\)"
+)
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,13 @@ class Line:
     """A line that somebody says.
 
     Attributes:
+        scene: folder of the scene; the name alone may be that of a line of another scene, too.
         name: name of the recording, without its ending.
         speaker: the font in which the game shows the line, which is that of its speaker.
         text: normalised text; see `normalised`.
     """
 
+    scene: str
     name: str
     speaker: str
     text: str
@@ -36,18 +40,19 @@ def lines(script: Path, language: str) -> Iterator[Line]:
     """
     for path in sorted(script.glob(f"*/*dialogs_{language}.lua")):
         for name, font, _, text in _LINE.findall(path.read_text("utf-8")):
-            if spoken := normalised(text):
-                yield Line(name, font.removeprefix("font_"), spoken)
+            if spoken := normalised(
+                re.sub(r"(?i)(.)\1{2,}", r"\1", text)
+            ):  # "Rrrot op!" is "Rot op!"
+                yield Line(path.parent.name, name, font.removeprefix("font_"), spoken)
 
 
 def normalised(text: str) -> str:
-    """Return the text in lower case, of letters, apostrophes and single spaces; "" if it has digits.
+    """Return the text in lower case, of letters with their marks, apostrophes and single spaces.
 
-    A letter that is written three times or more ("Rrrot op!") is written once.
+    Returns "" for a text with digits, which are not said as they are written.
     """
     text = unicodedata.normalize("NFC", text.replace("\\", "")).lower().replace("\u2019", "'")
     if any(c.isdigit() for c in text):
         return ""
-    kept = "".join(c if c.isalpha() or c == "'" else " " for c in text)
-    words = (word.strip("'") for word in re.sub(r"(.)\1{2,}", r"\1", kept).split())
-    return " ".join(filter(None, words))
+    kept = "".join(c if unicodedata.category(c)[0] in "LM" or c == "'" else " " for c in text)
+    return " ".join(filter(None, (word.strip("'") for word in kept.split())))

@@ -43,7 +43,7 @@ def from_kaldi(folder: Path) -> list[Utterance]:
                 "feats.scp; utils/fix_data_dir.sh of Kaldi removes such utterances"
             )
         if spoken := normalised(text):
-            seconds = end - start if end else _seconds(sound) if not read else 0.0
+            seconds = end - start if end else 0.0
             speaker = speakers.get(name, name)
             found.append(Utterance(name, recording, speaker, spoken, sound, seconds, start, read))
     return found
@@ -57,9 +57,11 @@ def _table(path: Path) -> Iterator[tuple[str, str]]:
         raise Problem(
             f"no {path}; a data directory of Kaldi has text, and wav.scp or feats.scp"
         ) from None
+    except UnicodeDecodeError as error:
+        raise Problem(f"{path} is not UTF-8 ({error}); convert it") from None
     for line in filter(str.strip, lines):
-        key, _, rest = line.strip().partition(" ")
-        yield key, rest.strip()
+        key, *rest = line.split(maxsplit=1)
+        yield key, rest[0].strip() if rest else ""
 
 
 def _segments(path: Path) -> dict[str, tuple[str, float, float]]:
@@ -95,7 +97,10 @@ def cuts(path: Path) -> Any:
     """
     lhotse = require("lhotse", "lhotse")
     try:
-        return lhotse.CutSet.from_file(path)
+        found = lhotse.CutSet.from_file(path)
+        for cut in found:  # all of them, since lines are read as they are needed
+            _ = cut.supervisions
+        return found
     except Exception as error:  # lhotse raises ValueError, AssertionError, OSError, ...
         raise Problem(
             f"{path} is no manifest of cuts ({type(error).__name__}: {error}); make one with lhotse, such as "
@@ -109,11 +114,16 @@ def utterances_of(found: Any) -> Iterator[Utterance]:
         (one,) = cut.supervisions
         if not (spoken := normalised(one.text or "")):
             continue
-        source = cut.recording.sources[0]
-        if source.type != "file":
+        source = cut.recording.sources[0] if cut.has_recording else None
+        if source is None or source.type != "file" or cut.recording.transforms:
             raise Problem(
-                f"cut {cut.id}: its recording is a {source.type}; only files are read. Save the audio with "
-                "lhotse's CutSet.save_audios"
+                f"cut {cut.id}: its recording is no file, or changed by lhotse (speed, volume, ...); only "
+                "files are read, as they are. Save the audio with lhotse's CutSet.save_audios"
+            )
+        if cut.recording.num_channels > 1:
+            raise Problem(
+                f"cut {cut.id}: its recording has {cut.recording.num_channels} channels, allowed is 1; save "
+                "the channel of each supervision as a file"
             )
         yield Utterance(
             one.id,
@@ -124,11 +134,3 @@ def utterances_of(found: Any) -> Iterator[Utterance]:
             cut.duration,
             cut.start,
         )
-
-
-def _seconds(sound: str) -> float:
-    soundfile = require("soundfile", "soundfile")
-    try:
-        return float(soundfile.info(sound).duration)
-    except soundfile.LibsndfileError as error:
-        raise Problem(f"{sound} cannot be read ({error}); check the path in wav.scp") from error

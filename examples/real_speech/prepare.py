@@ -31,7 +31,7 @@ from examples.real_speech.utterances import BINS, Utterance, features
 
 LANGUAGES = ("nl", "cs")
 SPLITS = ("train", "dev", "test")
-LONGEST_S = 16.0  # of an utterance
+SHORTEST_S, LONGEST_S = 0.1, 16.0  # of an utterance
 SHARES = {"test": 0.1, "dev": 0.08}  # of the duration, by scenes
 GAME = Path("usr/share/games/fillets-ng")
 
@@ -41,11 +41,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--language", choices=LANGUAGES, default="nl")
     add("--game", type=Path, help="folder with `sound` and `script` (default: fetched)")
-    add("--kaldi", nargs=3, metavar="SPLIT=DIR", help="data directories of Kaldi")
-    add("--lhotse", nargs=3, metavar="SPLIT=FILE", help="manifests of cuts")
+    corpora = parser.add_mutually_exclusive_group()
+    corpora.add_argument("--kaldi", nargs=3, metavar="SPLIT=DIR", help="data directories of Kaldi")
+    corpora.add_argument("--lhotse", nargs=3, metavar="SPLIT=FILE", help="manifests of cuts")
     add("--packages", type=Path, default=Path("out/real_speech/packages"))
     add("--out", type=Path, help="folder (default: out/real_speech/LANGUAGE)")
     options = parser.parse_args(argv)
+    if (options.kaldi or options.lhotse) and not options.out:
+        raise Problem("--out is missing: give a folder for your corpus")
     options.out = options.out or Path("out/real_speech") / options.language
     return options
 
@@ -96,12 +99,12 @@ def utterances(game: Path, language: str) -> list[Utterance]:
         Problem: if there are none.
     """
     soundfile = require("soundfile", "soundfile")
-    said = {line.name: line for line in dialogs.lines(game / "script", language)}
+    said = {(line.scene, line.name): line for line in dialogs.lines(game / "script", language)}
     found = []
     for path in sorted((game / "sound").glob(f"**/{language}/*.ogg")):
-        line = said.get(path.stem)
-        seconds = soundfile.info(path).duration if line else 0.0
-        if line and 0.2 < seconds <= LONGEST_S:
+        line = said.get((path.relative_to(game / "sound").parts[0], path.stem))
+        if line:
+            seconds = soundfile.info(path).duration
             scene = str(path.parent.parent.relative_to(game / "sound"))
             found.append(Utterance(line.name, scene, line.speaker, line.text, str(path), seconds))
     if not found:
@@ -117,6 +120,9 @@ def split(everything: list[Utterance], seed: int = 0) -> dict[str, list[Utteranc
 
     Scenes are drawn until a split has its share of the duration. Utterances of train whose text is also in
     dev or test are left out, and those of dev whose text is in test.
+
+    Raises:
+        Problem: if there are too few scenes.
     """
     scenes = sorted({u.scene for u in everything})
     order = np.random.default_rng(seed).permutation(len(scenes))
@@ -126,6 +132,10 @@ def split(everything: list[Utterance], seed: int = 0) -> dict[str, list[Utteranc
     for name, share in SHARES.items():
         chosen: set[str] = set()
         while sum(u.seconds for u in everything if u.scene in chosen) < share * total:
+            if len(rest) == 1:
+                raise Problem(
+                    f"{len(scenes)} scenes are too few for three splits; give a whole game"
+                )
             chosen.add(rest.pop())
         parts[name] = [u for u in everything if u.scene in chosen and u.text not in taken]
         taken |= {u.text for u in parts[name]}
@@ -144,19 +154,12 @@ def imported(
         given: SPLIT=PATH for each split.
 
     Raises:
-        Problem: if a split is missing, or has no utterances.
+        Problem: if a split is missing.
     """
     paths = dict(item.partition("=")[::2] for item in given)
     if sorted(paths) != sorted(SPLITS) or not all(paths.values()):
         raise Problem(f"{' '.join(given)} is not train=PATH dev=PATH test=PATH")
-    parts = {name: read(Path(paths[name])) for name in SPLITS}
-    for name, found in parts.items():
-        parts[name] = [u for u in found if u.seconds <= LONGEST_S]
-        if not parts[name]:
-            raise Problem(
-                f"{paths[name]} has no utterance of at most {LONGEST_S:g} s with a text for {name}"
-            )
-    return parts
+    return {name: read(Path(paths[name])) for name in SPLITS}
 
 
 # ---- the corpus ----------------------------------------------------------------------------------
@@ -168,29 +171,43 @@ def is_prepared(out: Path) -> bool:
 
 
 def prepare(parts: dict[str, list[Utterance]], out: Path) -> None:
-    """Write the utterances of all splits to `out`.
+    """Write the utterances of all splits to `out`, but for those that are too short or too long.
 
     FOLDER/corpus.json          letters, standard deviations of the features, utterances by split
     FOLDER/SPLIT.features.npy   float16 (frames, 80), utterance after utterance
     FOLDER/SPLIT.offsets.npy    int64 (utterances + 1,)
+
+    Raises:
+        Problem: if nothing is left of a split, or a sound cannot be read.
     """
     out.mkdir(parents=True, exist_ok=True)
-    squares, frames = np.zeros(BINS), 0
-    for name, chosen in parts.items():
+    squares, frames, kept = np.zeros(BINS), 0, {}
+    for name, given in parts.items():
         with ProcessPoolExecutor() as workers:
-            made = list(workers.map(features, chosen, chunksize=16))
+            pairs = list(zip(given, workers.map(features, given, chunksize=16), strict=True))
+        fit = [(u, m) for u, m in pairs if SHORTEST_S <= len(m) / 100 <= LONGEST_S]
+        if not fit:
+            raise Problem(
+                f"{name} has no utterance of {SHORTEST_S:g} to {LONGEST_S:g} s with a text; "
+                f"it had {len(given)}"
+            )
+        chosen, made = (list(both) for both in zip(*fit, strict=True))
+        kept[name] = chosen
         np.save(out / f"{name}.features.npy", np.concatenate(made))
         np.save(out / f"{name}.offsets.npy", np.cumsum([0, *map(len, made)]))
         if name == "train":
             squares = sum((m.astype(np.float64) ** 2).sum(0) for m in made)
             frames = sum(map(len, made))
         minutes = sum(map(len, made)) / 6000
-        print(f"{name}: {len(chosen)} utterances, {minutes:.1f} min", flush=True)
-    letters = sorted({c for u in parts["train"] for c in u.text})
+        out_of_range = (
+            f", {len(given) - len(fit)} too short or too long" if len(given) > len(fit) else ""
+        )
+        print(f"{name}: {len(fit)} utterances, {minutes:.1f} min{out_of_range}", flush=True)
+    letters = sorted({c for u in kept["train"] for c in u.text})
     corpus = {
         "letters": "".join(letters),
         "deviation": np.sqrt(squares / frames).tolist(),
-        **{name: [asdict(u) for u in chosen] for name, chosen in parts.items()},
+        **{name: [asdict(u) for u in chosen] for name, chosen in kept.items()},
     }
     part = out / "corpus.part"
     part.write_text(json.dumps(corpus, ensure_ascii=False), "utf-8")

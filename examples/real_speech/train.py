@@ -3,7 +3,7 @@
     horovodrun -np 4 python -m examples.real_speech.train                     H-ADPSGD, random pairs
     horovodrun -np 4 python -m examples.real_speech.train --strategy ssgd     plain Horovod
     python -m examples.real_speech.train --strategy single                    one learner, no launcher
-    horovodrun -np 4 python -m examples.real_speech.train --by-speaker        data that differ
+    horovodrun -np 4 python -m examples.real_speech.train --by-speaker        data sorted by speaker
     horovodrun -np 4 python -m examples.real_speech.train --cuts cuts_train.jsonl.gz      Lhotse's sampler
 
 With HVD_ADPSGD_SUPER_LEARNER_SIZE=1 each learner of one machine is a super learner. AdamW with a warm-up and
@@ -29,7 +29,7 @@ from examples.acoustic_model.speech import journal, strategy
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
 from examples.real_speech import corpus
-from examples.real_speech.cuts import CutBatches
+from examples.real_speech.cuts import CutBatches, check
 from examples.real_speech.model import Recogniser, Shape, augmented, greedy, loss
 
 
@@ -46,7 +46,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="folder (default: out/real_speech/runs/STRATEGY)")
     add("--seed", type=int, default=0)
     add("--epochs", type=int, default=30)
-    add("--batch", type=int, default=4, help="utterances per learner (default: 4)")
+    add("--batch", type=int, help="utterances per learner (default: 4)")
     add("--rate", type=float, default=3e-3, help="highest learning rate (default: 3e-3)")
     add("--warm-up", type=float, default=3.0, metavar="EPOCHS")
     add("--clip", type=float, default=5.0, help="largest norm of the gradient (default: 5)")
@@ -54,10 +54,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--cuts", type=Path, nargs="+", help="Lhotse manifests to train on: one, or one per learner"
     )
     add("--seconds", type=float, default=40.0, help="with --cuts: most speech per minibatch")
-    add("--by-speaker", action="store_true", help="each learner has speakers of its own")
+    add(
+        "--by-speaker",
+        action="store_true",
+        help="learners' parts of the data are sorted by speaker",
+    )
     add("--layers", type=int, default=3)
     add("--cells", type=int, default=160)
     options = parser.parse_args(argv)
+    if options.cuts and (options.batch or options.by_speaker):
+        raise Problem(
+            "--cuts with --batch or --by-speaker: its minibatches are by --seconds; leave them out"
+        )
+    options.batch = 4 if options.batch is None else options.batch
     for name, low, high in (
         ("seed", 0, 2**31 - 1),
         ("epochs", 1, 10_000),
@@ -71,6 +80,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         within(f"--{name.replace('_', '-')}", getattr(options, name), low, high)
     strategy.check(options.strategy)
+    if len(options.cuts or ()) > 1 and strategy.waits(options.strategy):
+        raise Problem(
+            f"--cuts with {len(options.cuts)} manifests and --strategy {options.strategy}: its learners make "
+            "equal numbers of steps; give one manifest"
+        )
     name = strategy.folder_name(options.strategy)
     options.out = options.out or Path("out/real_speech/runs") / name
     return options
@@ -98,8 +112,9 @@ class Trainer:
                 f"utterances in {options.data}; lower --batch"
             )
         self.lengths = self.train.lengths()
-        self.cuts = None
+        self.cuts, self.trained = None, 0
         if options.cuts:
+            check(options.cuts, hvd.size())
             self.cuts = CutBatches(
                 options.cuts, self.train, hvd.rank(), hvd.size(), options.seconds, options.seed
             )
@@ -143,6 +158,7 @@ class Trainer:
             (summed / count).backward()
             self._step()
             total, letters = total + float(summed.detach()), letters + count
+            self.trained += len(batch.lengths)
         return total / max(1, letters)
 
     def _step(self) -> None:
@@ -156,8 +172,11 @@ class Trainer:
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
 
-    def heldout(self) -> tuple[float, float]:
-        """Return the loss per letter and the letter error rate of the mean model; all learners share dev."""
+    def heldout(self) -> tuple[float, float, int]:
+        """Return the mean model's loss per letter, its letter error rate, and the utterances trained on.
+
+        Each learner evaluates a part of dev.
+        """
         hvd = self.hvd
         if is_asynchronous(self.options.strategy):
             with hvd.averaged(self.model):
@@ -165,15 +184,15 @@ class Trainer:
         else:
             counted = self._counted()
         total = hvd.allreduce(counted, name="heldout", op=hvd.Sum)
-        return float(total[0] / total[2]), float(total[1] / total[2])
+        return float(total[0] / total[2]), float(total[1] / total[2]), int(total[3])
 
     @torch.no_grad()
     def _counted(self) -> torch.Tensor:
-        """Return sums over this learner's part of dev: loss, wrong letters, letters."""
+        """Return sums over this learner's part of dev (loss, wrong letters, letters), utterances trained on."""
         from examples.real_speech.scoring import letter_errors
 
         self.model.eval()
-        total = torch.zeros(3, dtype=torch.float64)
+        total = torch.tensor([0, 0, 0, self.trained], dtype=torch.float64)
         mine = range(self.hvd.rank(), len(self.dev), self.hvd.size())
         for start in range(0, len(mine), 16):
             chosen = list(mine[start : start + 16])
@@ -181,7 +200,7 @@ class Trainer:
             scores = self.model(batch.frames, batch.lengths)
             heard = greedy(scores, batch.lengths, self.dev.letters)
             wrong, letters = letter_errors([self.dev.texts[i] for i in chosen], heard)
-            total += torch.tensor([float(loss(self.model, batch)), wrong.sum(), letters.sum()])
+            total += torch.tensor([float(loss(self.model, batch)), wrong.sum(), letters.sum(), 0])
         return total
 
 
@@ -200,12 +219,12 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         mean = trainer.epoch(epoch)
         seconds += time.perf_counter() - began
-        held_out, errors = trainer.heldout()
+        held_out, errors, trained = trainer.heldout()
         if log:
             log.add(
                 {
                     "epoch": epoch + 1,
-                    "utterances": (epoch + 1) * len(trainer.train),
+                    "utterances": trained,
                     "seconds": seconds,
                     "heldout_loss": journal.number(held_out),
                     "heldout_cer": errors,
@@ -224,7 +243,11 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
     if is_asynchronous(options.strategy):
         hvd.average_model(trainer.model)
     if lead:
-        final = {"model": trainer.model.state_dict(), "shape": asdict(trainer.model.shape)}
+        final = {
+            "model": trainer.model.state_dict(),
+            "shape": asdict(trainer.model.shape),
+            "letters": trainer.train.letters,
+        }
         journal.save(options.out / "model.pt", final)
 
 

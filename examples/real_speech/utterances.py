@@ -41,7 +41,7 @@ def features(utterance: Utterance) -> np.ndarray:
     """Return 80 log-mel energies per 10 ms, without their mean over the utterance: float16 (frames, 80).
 
     Raises:
-        Problem: if features of Kaldi have another width.
+        Problem: if the sound cannot be read, or features of Kaldi have another width.
     """
     frames = _read(utterance) if utterance.features else _logmel(utterance)
     return (frames - frames.mean(0)).astype(np.float16)
@@ -49,7 +49,12 @@ def features(utterance: Utterance) -> np.ndarray:
 
 def _read(utterance: Utterance) -> np.ndarray:
     kaldi = require("kaldi_native_io", "kaldi_native_io")
-    found = kaldi.FloatMatrix.read(utterance.features).numpy().astype(np.float32)
+    try:
+        found = kaldi.FloatMatrix.read(utterance.features).numpy().astype(np.float32)
+    except RuntimeError as error:
+        raise Problem(
+            f"{utterance.name}: {utterance.features} of feats.scp cannot be read; check the path"
+        ) from error
     if found.shape[1] != BINS:
         raise Problem(
             f"{utterance.name} in feats.scp has {found.shape[1]} features per frame, allowed are {BINS}; "
@@ -61,12 +66,16 @@ def _read(utterance: Utterance) -> np.ndarray:
 def _logmel(utterance: Utterance) -> np.ndarray:
     soundfile = require("soundfile", "soundfile")
     fbank = require("kaldi_native_fbank", "kaldi-native-fbank")
-    with soundfile.SoundFile(utterance.sound) as file:
-        rate = file.samplerate
-        first = round(utterance.start * rate)
-        file.seek(min(first, len(file)))
-        count = round(utterance.seconds * rate) if utterance.seconds else -1
-        samples = file.read(count, dtype="float32", always_2d=True)
+    try:
+        with soundfile.SoundFile(utterance.sound) as file:
+            rate = file.samplerate
+            file.seek(min(round(utterance.start * rate), len(file)))
+            count = round(utterance.seconds * rate) if utterance.seconds else -1
+            samples = file.read(count, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise Problem(
+            f"{utterance.name}: {utterance.sound} cannot be read ({error}); check the path"
+        ) from error
     options = fbank.FbankOptions()
     options.frame_opts.samp_freq = rate
     options.frame_opts.dither = 0.0  # dither is random, but features must be reproducible
@@ -76,7 +85,5 @@ def _logmel(utterance: Utterance) -> np.ndarray:
     online.accept_waveform(rate, (samples.mean(1) * 32768.0).tolist())
     online.input_finished()
     if not online.num_frames_ready:
-        raise Problem(
-            f"{utterance.name} in {utterance.sound} is shorter than a frame of 25 ms; leave it out"
-        )
+        return np.zeros((1, BINS), np.float32)  # shorter than a frame; prepare() leaves it out
     return np.stack([online.get_frame(t) for t in range(online.num_frames_ready)])

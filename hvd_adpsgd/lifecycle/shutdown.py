@@ -286,7 +286,9 @@ class Teardown:
             gone = set(left())  # after `ended`: a learner says that it leaves, then exits
             if agreed - {own} <= ended | gone or time.monotonic() > ends:
                 break
-            time.sleep(_LOOK_S)  # the others know of an exit; a leave may be on its way to this learner
+            time.sleep(
+                _LOOK_S
+            )  # the others know of an exit; a leave may be on its way to this learner
         dead = (agreed | (silent & ended)) - gone
         dead -= set(self._membership.failed_ranks())
         if not dead:

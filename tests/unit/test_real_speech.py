@@ -23,7 +23,7 @@ from examples.acoustic_model.speech import alone
 from examples.acoustic_model.speech.problem import Problem
 from examples.real_speech import compare, corpus, decode, dialogs, importers, model, ngram, prepare
 from examples.real_speech import train as script
-from examples.real_speech.cuts import CutBatches
+from examples.real_speech.cuts import CutBatches, check
 from examples.real_speech.scoring import letter_errors
 from examples.real_speech.utterances import Utterance, features
 
@@ -37,6 +37,9 @@ dialogStr("Rrrot op, zo\u2019n kapitein...")
 dialogId("a-3", "font_big", "There are 3.")
 dialogStr("Er zijn er 3.")
 dialogId("laser", "", "")
+dialogId( "b-1", "font_big", "In a new line." )
+dialogStr(
+    "Op een nieuwe regel." )
 """
 
 
@@ -44,7 +47,9 @@ dialogId("laser", "", "")
     ("text", "expected"),
     [
         ("Denk je dat hier iemand woont?", "denk je dat hier iemand woont"),
-        ("Krrrut\u00fd, kapit\u00e1n!", "krut\u00fd kapit\u00e1n"),
+        ("Krut\u00fd, kapit\u00e1n!", "krut\u00fd kapit\u00e1n"),
+        ("Hoofdstuk VIII", "hoofdstuk viii"),
+        ("\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u093f\u0928\u094d\u0926\u0940"),
         ("'s Morgens - zo\u2019n  dag", "s morgens zo'n dag"),
         ("Een zee, heel ver.", "een zee heel ver"),
         ("Nummer 7", ""),
@@ -59,8 +64,9 @@ def test_lines_are_read_with_their_speakers(tmp_path: Path) -> None:
     (tmp_path / "scene").mkdir()
     (tmp_path / "scene" / "dialogs_nl.lua").write_text(LUA, "utf-8")
     assert list(dialogs.lines(tmp_path, "nl")) == [
-        dialogs.Line("a-1", "small", "wat is dit"),
-        dialogs.Line("a-2", "parrot", "rot op zo'n kapitein"),
+        dialogs.Line("scene", "a-1", "small", "wat is dit"),
+        dialogs.Line("scene", "a-2", "parrot", "rot op zo'n kapitein"),
+        dialogs.Line("scene", "b-1", "big", "op een nieuwe regel"),
     ]
 
 
@@ -97,14 +103,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for c in text
             ]
             samples = 0.3 * np.concatenate([*tones, np.zeros(3300)])
-            soundfile.write(sound / f"s{scene}-{i}.ogg", np.stack([samples, samples], 1), 22050)
+            soundfile.write(sound / f"rand-{i}.ogg", np.stack([samples, samples], 1), 22050)
             font = "big" if i % 2 else "small"
-            lines.append(f'dialogId("s{scene}-{i}", "font_{font}", "x")\ndialogStr("{text}")\n')
+            lines.append(f'dialogId("rand-{i}", "font_{font}", "x")\ndialogStr("{text}")\n')
         (told / "dialogs_nl.lua").write_text("".join(lines))
     out = tmp_path_factory.mktemp("speech") / "nl"
     prepare.prepare(prepare.game_of("nl", game, out), out)
     assert prepare.is_prepared(out)
     return out
+
+
+def test_recordings_of_equal_names_in_two_scenes_have_their_own_texts(
+    data: Path, tmp_path: Path
+) -> None:
+    for scene, text in (("one", "eerste"), ("two", "tweede")):
+        for part in (tmp_path / "sound" / scene / "nl", tmp_path / "script" / scene):
+            part.mkdir(parents=True)
+        soundfile.write(tmp_path / "sound" / scene / "nl" / "rand-1.ogg", np.zeros(22050), 22050)
+        line = f'dialogId("rand-1", "font_big", "x")\ndialogStr("{text}")\n'
+        (tmp_path / "script" / scene / "dialogs_nl.lua").write_text(line)
+    found = {u.scene: u.text for u in prepare.utterances(tmp_path, "nl")}
+    assert found == {"one": "eerste", "two": "tweede"}
+    with pytest.raises(Problem, match="2 scenes are too few"):
+        prepare.split(prepare.utterances(tmp_path, "nl"))
 
 
 def test_features_are_normalised_and_stacked(data: Path) -> None:
@@ -219,6 +240,13 @@ def test_a_small_run_is_trained_and_decoded(data: Path, tmp_path: Path) -> None:
     for how in ("greedy", "ngram"):
         assert found[how]["cer"] >= 0
         assert len(found[how]["wer_errors"]) == len(found["said"]) == len(found["heard"])
+    other = corpus.read(data) | {"letters": "xyz"}
+    (tmp_path / "corpus.json").write_text(json.dumps(other))
+    for name in ("train", "dev", "test"):
+        for part in ("features", "offsets"):
+            (tmp_path / f"{name}.{part}.npy").symlink_to(data / f"{name}.{part}.npy")
+    with pytest.raises(Problem, match="has the letters .*'xyz'; give the --data"):
+        decode.decode(tmp_path / "model.pt", tmp_path, 3)
     result = compare.summary({"ssgd": [found], "random-pairs": [found]})
     assert result["random-pairs"]["ngram wer"]["minus_first"]["difference"] == 0
     assert compare.table(result).splitlines()[2].startswith("random-pairs")
@@ -280,10 +308,10 @@ def test_a_data_directory_of_kaldi_is_read(tmp_path: Path) -> None:
     ]
     assert [len(features(u)) for u in found] == [98, 73, 98]
     whole = importers.from_kaldi(
-        kaldi(tmp_path / "whole", wav_scp=f"r1 {other}", text="r1 nog een")
+        kaldi(tmp_path / "whole", wav_scp=f"r1\t{other}", text="r1\tnog een")
     )
     (last,) = whole
-    assert (last.seconds, last.speaker) == (2.0, "r1")
+    assert (last.text, last.speaker) == ("nog een", "r1")
     part = features(last)[50:148].astype(np.float32)
     np.testing.assert_allclose(part - part.mean(0), features(found[2]), atol=0.02)
 
@@ -308,7 +336,6 @@ def test_features_of_kaldi_are_taken(tmp_path: Path) -> None:
         ({}, "no .*text; a data directory of Kaldi has text"),
         ({"text": "u ja", "wav_scp": "u sph2pipe -f wav a.sph |"}, "u is a command .*are not run"),
         ({"text": "u ja", "wav_scp": "v a.wav"}, "u of text has neither a recording"),
-        ({"text": "u ja", "wav_scp": "u /nowhere.wav"}, "nowhere.wav cannot be read"),
         (
             {"text": "u ja", "wav_scp": "r a.wav", "segments": "u r 2 1"},
             "is not RECORDING START END",
@@ -360,6 +387,16 @@ def test_a_corpus_that_is_split_is_prepared(tmp_path: Path) -> None:
     split = corpus.Split(tmp_path / "out", "train")
     assert split.texts == ["hallo wereld", "nee"] * 2
     assert split.frames(1).shape == (22, 240)
+    lost = Utterance("u", "s", "who", "ja", "/nowhere.wav", 1.0)
+    with pytest.raises(Problem, match="u: /nowhere.wav cannot be read"):
+        prepare.prepare({**parts, "dev": [lost]}, tmp_path / "lost")
+    brief = [Utterance("u", "s", "who", "ja", parts["dev"][0].sound, 0.04)]
+    with pytest.raises(Problem, match="dev has no utterance of 0.1 to 16 s with a text; it had 1"):
+        prepare.prepare({**parts, "dev": brief}, tmp_path / "brief")
+    prepare.prepare({**parts, "dev": [*brief, *parts["dev"]]}, tmp_path / "mixed")
+    assert len(corpus.Split(tmp_path / "mixed", "dev")) == 4
+    with pytest.raises(Problem, match="--out is missing"):
+        prepare.arguments(["--lhotse", "train=a", "dev=b", "test=c"])
     with pytest.raises(Problem, match="is not train=PATH dev=PATH test=PATH"):
         prepare.imported(importers.from_lhotse, [f"train={path}", f"dev={path}", "dev="])
 
@@ -386,5 +423,26 @@ def test_learners_with_manifests_of_their_own_may_make_different_numbers_of_step
     lhotse.CutSet.from_cuts([next(iter(lhotse.CutSet.from_file(path)))]).to_file(short)
     learners = [CutBatches([path, short], split, rank, 2, 0.7, 0) for rank in range(2)]
     assert [len(list(learner.epoch(1))) for learner in learners] == [4, 2]
+    check([path, short], 2)
     with pytest.raises(Problem, match="--cuts has 2 manifests, allowed are 1 and 4"):
-        CutBatches([path, short], split, 0, 4, 0.7, 0)
+        check([path, short], 4)
+    with pytest.raises(
+        Problem, match="--cuts with 2 manifests and --strategy ssgd: .*equal numbers"
+    ):
+        script.arguments(["--strategy", "ssgd", "--cuts", str(path), str(short)])
+    with pytest.raises(Problem, match="--cuts with --batch or --by-speaker"):
+        script.arguments(["--cuts", str(path), "--batch", "3"])
+
+
+def test_cuts_that_would_be_read_wrongly_are_refused(tmp_path: Path) -> None:
+    lhotse = pytest.importorskip("lhotse")
+    cuts = list(lhotse.CutSet.from_file(manifest(tmp_path)))
+    with pytest.raises(Problem, match="changed by lhotse"):
+        list(importers.utterances_of(lhotse.CutSet.from_cuts([cuts[0].perturb_speed(0.5)])))
+    stereo = tmp_path / "stereo.wav"
+    soundfile.write(stereo, np.zeros((16000, 2)), 16000)
+    recording = lhotse.Recording.from_file(stereo)
+    said = [lhotse.SupervisionSegment("u", recording.id, 0, 0.7, text="ja", channel=0)]
+    cut = lhotse.MonoCut("c", 0.0, 1.0, 0, recording=recording, supervisions=said)
+    with pytest.raises(Problem, match="has 2 channels, allowed is 1"):
+        list(importers.utterances_of(lhotse.CutSet.from_cuts([cut])))

@@ -34,6 +34,20 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
         script.Text([path], 64)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--width", "48"], "--width is 48, allowed are multiples of 32"),
+        (["--steps", "0"], "--steps is 0, allowed are numbers from 1"),
+        (["--data", "nowhere.txt"], "--data nowhere.txt is no file"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(words: list[str], told: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        script.arguments(words)
+    assert told in capsys.readouterr().err
+
+
 def test_the_next_byte_is_predicted_from_those_before_only() -> None:
     torch.manual_seed(0)
     model = script.GPT(32, 2, 8)

@@ -80,6 +80,6 @@ def load(path: Path) -> dict:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise Problem(f"no {path}; train first: python -m examples.acoustic_model.train") from None
+        raise Problem(f"no {path}; train first") from None
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ...
         raise Problem(f"{path} is no checkpoint ({type(error).__name__}); delete it") from error

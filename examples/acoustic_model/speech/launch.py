@@ -56,9 +56,24 @@ class Training:
     module: str = "examples.acoustic_model.train"
     may_fail: bool = False
 
-    def is_finished(self) -> bool:
-        """Return whether the training has written its model."""
-        return (self.folder / "model.pt").exists()
+    def settings(self, data: Path) -> dict:
+        """Return what decides a training's outcome, as JSON."""
+        return {
+            "module": self.module,
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "learners": self.learners,
+            "options": list(self.options),
+            "variables": dict(self.variables),
+            "data": str(data),
+        }
+
+    def is_finished(self, data: Path) -> bool:
+        """Return whether a training with these settings and data has written its model."""
+        path = self.folder / "settings.json"
+        if not (path.exists() and (self.folder / "model.pt").exists()):
+            return False
+        return json.loads(path.read_text("utf-8")) == self.settings(data)
 
 
 def check(modules: list[str], launcher: bool) -> None:
@@ -87,16 +102,18 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
     """
     for name in ("model.pt", "killed.json"):
         (one.folder / name).unlink(missing_ok=True)
+    one.folder.mkdir(parents=True, exist_ok=True)
+    settings = json.dumps(one.settings(data), indent=1)
+    (one.folder / "settings.json").write_text(settings + "\n", "utf-8")
     script = [sys.executable, "-m", one.module, "--strategy", one.strategy]
     script += ["--data", str(data), "--out", str(one.folder), "--seed", str(one.seed)]
     script += one.options
-    if resume and (one.folder / "checkpoint.pt").exists():
+    if resume and not one.may_fail and (one.folder / "checkpoint.pt").exists():
         script.append("--resume")
     command, environment = _launcher(one.learners) + script, _environment(one.variables)
     if not one.may_fail:
         _require_success(*_stream(command, environment), one.scheme)
         return
-    one.folder.mkdir(parents=True, exist_ok=True)
     with (one.folder / "log.txt").open("w") as log:
         _stream(command, environment, log)
 

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--elements", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=60.0, help="then all give up")
+    parser.add_argument("--seconds", type=float, default=170.0, help="then all give up")
     parser.add_argument(
         "--held", default="", help="super learners whose joining learners never come"
     )
