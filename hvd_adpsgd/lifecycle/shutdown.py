@@ -275,8 +275,8 @@ class Teardown:
     def _note_dead(self, left: Callable[[], Collection[int]]) -> None:
         """Record as failed the learners that have exited without having reached the barrier or left.
 
-        Running engines report such failures themselves; here engines have stopped. This learner is one of them
-        if the others have declared it failed.
+        Running engines report such failures themselves; here engines have stopped. This learner is one of
+        them if the others have declared it failed.
         """
         own, agreed = self._barrier.rank, self._barrier.failed()
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
