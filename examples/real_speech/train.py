@@ -188,7 +188,7 @@ class Trainer:
 
     @torch.no_grad()
     def _counted(self) -> torch.Tensor:
-        """Return sums over this learner's part of dev: loss, wrong letters, letters; and what it has trained on."""
+        """Return sums over a part of dev (loss, wrong letters, letters), and utterances trained on."""
         from examples.real_speech.scoring import letter_errors
 
         self.model.eval()

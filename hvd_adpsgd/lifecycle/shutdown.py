@@ -295,7 +295,11 @@ class Teardown:
             return
         self._membership.fail(dead)
         if own in dead:
-            log.warning("learner %d was declared failed by the others while all were leaving.", own)
+            log.warning(
+                "learner %d was declared failed by the others while all were leaving, because it was stopped or "
+                "cut off for too long.",
+                own,
+            )
             return
         others = set(self._barrier.ranks) - ended - gone - dead
         level = logging.WARNING if own == min(others | {own}) else logging.INFO

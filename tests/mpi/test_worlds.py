@@ -9,6 +9,7 @@ import pytest
 
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.launch.world import Placement, form_super_learners
+from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi
@@ -411,7 +412,7 @@ def test_operations_continue_without_a_learner_that_has_left(
     ],
 )
 def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
-    """The others go on, in the super learner and over all learners, and the job ends well."""
+    """The others go on, in their super learner and over all learners."""
     program = f"""
         import torch
         import hvd_adpsgd.torch as hvd
@@ -431,8 +432,10 @@ def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
         total = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
         say(rank=rank, total=total)
     """
-    result = run_learners(4, program).checked()
+    result = run_learners(4, program)
     assert result.by_rank() == [{"rank": 2, "total": 5.0}, {"rank": 3, "total": 5.0}]
+    # no engine has seen the failure; shutdown() does, if all that live get there within the deadline
+    assert result.returncode in (0, FAILED_STATUS), result.report()
     assert "HorovodInternalError" in result.stderr
 
 

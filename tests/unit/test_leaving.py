@@ -299,8 +299,9 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
         caplog.clear()
         with caplog.at_level("WARNING", "hvd_adpsgd"):
             assert shut_down(3) == (False, True, True)
-        told = "learner 3 was declared failed by the others while all were leaving."
-        assert [record.getMessage() for record in caplog.records] == [told]
+        told = "learner 3 was declared failed by the others while all were leaving, because"
+        (record,) = caplog.records
+        assert record.getMessage().startswith(told)
 
 
 def test_a_leave_that_arrives_after_the_decision_is_waited_for(

@@ -63,6 +63,7 @@ def averaging(step: int, value: float) -> Any:
     return types.SimpleNamespace(
         step=step,
         pauses=0,
+        holds_mean=0,
         restart=False,
         rule=types.SimpleNamespace(
             own=False,
