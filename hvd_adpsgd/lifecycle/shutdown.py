@@ -296,8 +296,8 @@ class Teardown:
         self._membership.fail(dead)
         if own in dead:
             log.warning(
-                "learner %d was declared failed by the others while all were leaving, because it was stopped or "
-                "cut off for too long.",
+                "learner %d was declared failed by the others while all were leaving, because it was stopped "
+                "or cut off for too long.",
                 own,
             )
             return

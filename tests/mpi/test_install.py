@@ -54,11 +54,12 @@ else:
         pytest.param("import horovod.torch", "", "True True", marks=pytest.mark.extended),
         pytest.param("import horovod.torch as plain", "", MAIN, marks=pytest.mark.extended),
         pytest.param("from horovod.torch import allreduce", "", MAIN, marks=pytest.mark.extended),
-        (
+        pytest.param(
             "",
             "other = sys.modules['other'] = types.ModuleType('other')\n"
             "exec('import horovod.torch as hvd', vars(other))",
             "WorldError install(): other imported horovod.torch before. Call hvd_adpsgd.torch.install()",
+            marks=pytest.mark.extended,
         ),
     ],
 )
