@@ -122,9 +122,19 @@ def part(split: Split, rank: int, size: int, by_speaker: bool, seed: int) -> lis
 def minibatches(
     mine: list[int], lengths: np.ndarray, batch: int, seed: int, epoch: int
 ) -> Iterator[list[int]]:
-    """Yield minibatches of utterances of similar length, in random order; those left over are left out."""
+    """Yield minibatches of utterances of similar length; those left over are left out.
+
+    They come in random order, in epoch 0 the shortest first: CTC finds the letters of short texts sooner.
+
+    Source: SortaGrad of Amodei et al., arXiv:1512.02595.
+    """
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(mine)
+    if epoch == 0:
+        order = order[np.argsort(lengths[order], kind="stable")]
+        for i in range(0, len(order) - batch + 1, batch):
+            yield order[i : i + batch].tolist()
+        return
     groups = []
     for start in range(0, len(order), batch * _BUCKET):
         bucket = order[start : start + batch * _BUCKET]

@@ -47,6 +47,9 @@ class Recogniser(nn.Module):
             bidirectional=True,
             dropout=shape.dropout if shape.layers > 1 else 0.0,
         )
+        for name, bias in self.lstm.named_parameters():
+            if "bias_ih" in name:  # input, forget, cell and output gate: begin by keeping the cell
+                nn.init.ones_(bias.data[shape.cells : 2 * shape.cells])
         self.dropout = nn.Dropout(shape.dropout)
         self.outputs = nn.Linear(2 * shape.cells, shape.letters + 1)
 

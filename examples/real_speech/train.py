@@ -7,7 +7,7 @@
     horovodrun -np 4 python -m examples.real_speech.train --cuts cuts_train.jsonl.gz      Lhotse's sampler
 
 With HVD_ADPSGD_SUPER_LEARNER_SIZE=1 each learner of one machine is a super learner. AdamW with a warm-up and
-a cosine, SpecAugment, clipping. --batch is that of one learner, --rate that of the job.
+a cosine, SpecAugment after the warm-up, clipping. --batch is that of one learner, --rate that of the job.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.zero_grad()
-            summed = loss(self.model, augmented(batch, self.random))
+            if epoch >= self.options.warm_up:
+                batch = augmented(batch, self.random)
+            summed = loss(self.model, batch)
             count = max(1, int(batch.counts.sum()))
             (summed / count).backward()
             self._step()

@@ -117,7 +117,13 @@ FREES = r"""
 """
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["shutdown", "error"])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        pytest.param(False, marks=pytest.mark.extended, id="shutdown"),
+        pytest.param(True, id="error"),
+    ],
+)
 def test_horovod_frees_no_communicator_when_its_loop_ends(tmp_path: Path, fails: bool) -> None:
     """Open MPI may be walking them on another thread, to tell of a process that has failed: a SIGSEGV."""
     source, library = tmp_path / "frees.c", tmp_path / "frees.so"

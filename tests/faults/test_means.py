@@ -95,7 +95,7 @@ def run(spec: str, how: str, victims: str, sums: str) -> Result:
         pytest.param(
             "periodic_averaging:period=1", "between", "3", "mpi", marks=pytest.mark.extended
         ),
-        ("gossip_pga:period=2", "middle", "2", "butterfly"),
+        pytest.param("gossip_pga:period=2", "middle", "2", "butterfly", marks=pytest.mark.extended),
         pytest.param("gossip_pga:period=2", "raise", "1", "mpi", marks=pytest.mark.extended),
     ],
 )

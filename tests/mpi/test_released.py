@@ -103,7 +103,7 @@ def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -
     assert [facts["spread"] for facts in told] == [0.0] * 4
 
 
-@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("holder", [pytest.param(0, marks=pytest.mark.extended), 1])
 def test_operations_of_all_agree_on_an_optimizer_that_one_learner_still_holds(holder: int) -> None:
     """Its super learner stops averaging with it, as in a job in which all learners have dropped it."""
     program = """

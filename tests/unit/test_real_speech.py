@@ -154,12 +154,14 @@ def test_learners_have_equal_parts_without_overlap(data: Path, by_speaker: bool)
 def test_minibatches_of_an_epoch_have_each_utterance_once(data: Path) -> None:
     split = corpus.Split(data, "train")
     lengths, mine = split.lengths(), list(range(len(split)))
-    epochs = [list(corpus.minibatches(mine, lengths, 4, 0, epoch)) for epoch in (0, 0, 1)]
+    epochs = [list(corpus.minibatches(mine, lengths, 4, 0, epoch)) for epoch in (1, 1, 2, 0)]
     for batches in epochs:
         chosen = [i for batch in batches for i in batch]
         assert len(chosen) == len(set(chosen)) > len(mine) - 4
         assert all(len(batch) == 4 for batch in batches)
     assert epochs[0] == epochs[1] != epochs[2]
+    first = [max(lengths[batch]) for batch in epochs[3]]
+    assert first == sorted(first)
 
 
 def test_masks_cover_what_they_may() -> None:
