@@ -310,6 +310,7 @@ def test_a_leave_that_arrives_after_the_decision_is_waited_for(
     """Learner 0 has seen that 2 has left and ended; learner 1 is told of the end before 2 is heard."""
     inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]] = [queue.SimpleQueue() for _ in range(3)]
     monkeypatch.setattr(shutdown, "exit_state", threading.local())
+    monkeypatch.setattr(shutdown, "_FLUSH_S", 60.0)  # longer than any machine stalls
     asked = {0: 0, 1: 0}
 
     def shut_down(rank: int) -> tuple[int, ...]:
