@@ -409,9 +409,8 @@ class Trainer:
     def checkpoint(self, mean: torch.nn.Module) -> None:
         """Write checkpoint.pt (on rank 0): the mean model, and the state needed to resume from it."""
         optimizer = self.optimizer.state_dict()
-        if (
-            "averaging" in optimizer
-        ):  # what belongs to this learner's own model does not fit the mean
+        # the model is the mean; tensors of a strategy may belong to this learner's own model
+        if "averaging" in optimizer:
             optimizer["averaging"]["of_mean"] = True
         content = {
             "model": mean.state_dict(),

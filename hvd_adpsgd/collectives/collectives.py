@@ -334,11 +334,14 @@ class Collectives:
         with self.lock.within(0) as is_between, contextlib.suppress(TransportError):
             if is_between:  # else the operation that runs receives the messages
                 self.messages.poll()
+        return self._left_in_order()
+
+    def _left_in_order(self) -> set[int]:
         return {self._ranks[place] for place in self.messages.left - self.messages.failing}
 
     def _note_left(self) -> set[int]:
         """Record in the membership the learners that have left in order; return their ranks."""
-        left = {self._ranks[place] for place in self.messages.left - self.messages.failing}
+        left = self._left_in_order()
         self._membership.note_left(left)
         return left
 

@@ -279,18 +279,9 @@ class Teardown:
         them if the others have declared it failed.
         """
         own, agreed = self._barrier.rank, self._barrier.failed()
+        ended, gone = self._ended_and_left(agreed - {own}, left)
         silent = {mate for mate, done in zip(self._mates, self._done, strict=True) if not done}
-        ends = time.monotonic() + _FLUSH_S
-        while True:
-            ended = self._barrier.ended()
-            gone = set(left())  # after `ended`: a learner says that it leaves, then exits
-            if agreed - {own} <= ended | gone or time.monotonic() > ends:
-                break
-            time.sleep(
-                _LOOK_S
-            )  # the others know of an exit; a leave may be on its way to this learner
-        dead = (agreed | (silent & ended)) - gone
-        dead -= set(self._membership.failed_ranks())
+        dead = (agreed | (silent & ended)) - gone - set(self._membership.failed_ranks())
         if not dead:
             return
         self._membership.fail(dead)
@@ -304,6 +295,22 @@ class Teardown:
         others = set(self._barrier.ranks) - ended - gone - dead
         level = logging.WARNING if own == min(others | {own}) else logging.INFO
         log.log(level, "learners %s failed while all learners were leaving.", sorted(dead))
+
+    def _ended_and_left(
+        self, agreed: set[int], left: Callable[[], Collection[int]]
+    ) -> tuple[set[int], set[int]]:
+        """Return the learners known to have exited, and those that have said that they leave.
+
+        Waits up to _FLUSH_S until each learner in `agreed` is one of these: others have seen it exit, and its
+        message that it leaves may still be on its way to this learner.
+        """
+        ends = time.monotonic() + _FLUSH_S
+        while True:
+            ended = self._barrier.ended()
+            gone = set(left())  # after `ended`: a learner says that it leaves, then exits
+            if agreed <= ended | gone or time.monotonic() > ends:
+                return ended, gone
+            time.sleep(_LOOK_S)
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
         """Free the communicators; called after the barrier, until which learners may use them."""

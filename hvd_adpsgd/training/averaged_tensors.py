@@ -179,7 +179,7 @@ def _shards(world: World, spec: AveragingSpec) -> int:
         return 1
     why = ""
     if not spec.strategy.is_gossip:
-        why = f"averaging={spec.strategy.spec()} is not of pairs alone"
+        why = f"averaging={spec.strategy.spec()} is more than gossip"
     elif spec.buffers:
         why = "buffers= are those of the leader"
     elif world.shards == 1:

@@ -19,8 +19,8 @@ log = logging.getLogger("hvd_adpsgd")
 def state(averaging: Averaging) -> dict[str, Any]:
     """Return an Averaging's state for a checkpoint: strategy, step, the strategy's tensors; {} if none.
 
-    Inside `averaged` the model is the mean, and the tensors of some strategies still belong to this learner's
-    own model; `of_mean` says so.
+    Inside `averaged` the model is the mean, but the tensors of some strategies belong to this learner's own
+    model: `of_mean` is True then, and `load_state` does not use these tensors.
     """
     held = {name: [t.clone() for t in ts] for name, ts in averaging.rule.tensors().items()}
     if not held and averaging.plan.in_step is None:

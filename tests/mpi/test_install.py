@@ -21,14 +21,14 @@ PROGRAM = Path(__file__).with_name("programs") / "ignite_run.py"
 @pytest.mark.skipif(importlib.util.find_spec("ignite") is None, reason="no Ignite")
 def test_ignite_trains_with_its_horovod_backend() -> None:
     result = run_learners(4, PROGRAM, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked()
-    everybody = result.by_rank()
-    assert [facts["rank"] for facts in everybody] == list(range(4))
-    for facts in everybody:
+    learners = result.by_rank()
+    assert [facts["rank"] for facts in learners] == list(range(4))
+    for facts in learners:
         assert facts["face"] and facts["begins_alike"], facts
         assert (facts["size"], facts["backend"]) == (4, "horovod")
         assert len(facts["losses"]) == 3
-        assert facts["losses"] == everybody[0]["losses"]
-        assert facts["weight"] == everybody[0]["weight"]
+        assert facts["losses"] == learners[0]["losses"]
+        assert facts["weight"] == learners[0]["weight"]
 
 
 MAIN = "WorldError install(): __main__ imported"
