@@ -409,7 +409,11 @@ def save(folder: Path, where: str) -> None:
 
 
 def train_until_owed(s: Setting, model: Any, optimizer: Any, pause: Any) -> tuple[int, bool]:
-    """At least HALF steps, then on until the mean shows that something is on its way."""
+    """At least HALF steps, then on until the mean shows that something is on its way.
+
+    Not after a step that ends with a mean of all: its models are equal.
+    """
+    rounds = optimizer._averaging.plan.in_step
     comm, sums, ends = (
         worlds.current().collectives.comm,
         np.zeros(INDEX.size),
@@ -421,7 +425,7 @@ def train_until_owed(s: Setting, model: Any, optimizer: Any, pause: Any) -> tupl
         zero = torch.nn.ParameterList(torch.zeros_like(p) for p in model)
         flat = [g.reshape(-1) for g in gradients(s, step, zero)]
         sums -= s.lr * torch.cat(flat).cpu().numpy()[INDEX]
-        if step < HALF:
+        if step < HALF or (rounds is not None and rounds.is_due(step)):
             continue
         apart = np.mean(comm.allgather(look(model) - sums), axis=0)
         owed = bool(np.abs(apart).max() > 1e-9)
