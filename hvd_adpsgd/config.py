@@ -169,6 +169,15 @@ class Config:
         low_open=True,
         high=1,
     )
+    inner: str | None = _option(
+        None,
+        str,
+        "",
+        "what averages gradients in a super learner; None: Horovod, or torch.distributed where Horovod is "
+        "missing",
+        choices=("horovod", "torch"),
+        optional=True,
+    )
     shard: str | None = _option(
         None,
         str,

@@ -124,7 +124,8 @@ def run_learners(
 
     With TEST_DEVICES=SEED in `env` or in the environment learners' tensors are on devices (tests/lagging.py),
     with TEST_GPU=NUMBER on that GPU.
-    With TEST_SHARD=auto in the environment their models are cut in shards where that is possible.
+    With TEST_SHARD=auto in the environment their models are cut in shards where that is possible,
+    with TEST_INNER=torch torch.distributed averages gradients in super learners.
     """
     env = env or {}
     if launcher == "mpirun":
@@ -226,6 +227,8 @@ def environment(extra: Mapping[str, str], first: Sequence[Path] = ()) -> dict[st
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each learner compiles this tree: 0.1 CPU s
     if "TEST_SHARD" in env:
         env["HVD_ADPSGD_SHARD"] = env["TEST_SHARD"]
+    if "TEST_INNER" in env:
+        env["HVD_ADPSGD_INNER"] = env["TEST_INNER"]
     return {**env, **extra}
 
 

@@ -18,9 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as horovod
-from horovod.torch import mpi_ops
-
 from hvd_adpsgd import strategies
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.config import Config, environment_name
@@ -33,12 +30,14 @@ from hvd_adpsgd.errors import (
     TransportError,
     WorldError,
 )
+from hvd_adpsgd.inner import VARIABLE, backend, horovod
 from hvd_adpsgd.launch import communicators, rendezvous
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.launch.gloo import world_over_gloo
 from hvd_adpsgd.launch.horovod_timeline import own_timeline
 from hvd_adpsgd.launch.host_name import unresolved_host
+from hvd_adpsgd.launch.over_torch import start_over_torch
 from hvd_adpsgd.launch.rendezvous import Opener
 from hvd_adpsgd.launch.world import Communicators, Placement, World, form_super_learners, shards_of
 from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
@@ -196,6 +195,7 @@ def _multiprocessing_parents() -> set[int]:
 def _make_world(everyone: Any, config: Config | None, asks_sets: bool) -> World:
     """Gather placements and options of all learners, and form super learners; all raise the same error."""
     _require_one_build(everyone)
+    _require_one_backend(everyone, config)
     host = communicators.of_host(everyone)
     answers = allgather_object(everyone, _answer(everyone, host, config, asks_sets))
     _require_fit(answers)
@@ -223,6 +223,24 @@ def _require_one_build(everyone: Any) -> None:
             raise LaunchError(
                 f"init(): learner {rank} runs hvd_adpsgd {build}, learner 0 runs {builds[0]}. Two versions "
                 "cannot train together: install the same one for all learners."
+            )
+
+
+def _require_one_backend(everyone: Any, config: Config | None) -> None:
+    """Raise ConfigError on all learners unless all have the backend that the options ask for."""
+    asked = None if config is None else config.inner
+    loaded = allgather_object(everyone, (backend(), asked))
+    for rank, (its, its_asked) in enumerate(loaded):
+        if its_asked not in (None, its):
+            raise ConfigError(
+                f"init(): Config.inner={its_asked} on learner {rank}, and hvd_adpsgd.torch was imported with "
+                f"{its}: set {VARIABLE}={its_asked} in the environment, which is read at the import."
+            )
+        if its != loaded[0][0]:
+            raise ConfigError(
+                f"init(): {VARIABLE} differs between learners: {loaded[0][0]} on learner 0, {its} on learner "
+                f"{rank} (horovod, if it is not set and Horovod is installed). Set the same value on all "
+                "learners (horovodrun passes the environment on; mpirun needs -x)."
             )
 
 
@@ -310,7 +328,12 @@ def _cut(
 
 
 def _start_horovod(world: World, process_sets: Any) -> None:
-    """Start Horovod in this super learner, whose learners are Horovod's processes."""
+    """Start Horovod, or torch.distributed in its place, in this super learner."""
+    if backend() == "torch":
+        if process_sets:
+            horovod.add_process_set(process_sets)
+        start_over_torch(world)
+        return
     with own_timeline(world.super_rank, world.super_size):
         if isinstance(world.inner, Communicator):
             with world_over_gloo(world):
@@ -318,7 +341,7 @@ def _start_horovod(world: World, process_sets: Any) -> None:
         else:
             horovod.init(comm=world.inner, process_sets=process_sets)
     # Horovod's exit handler waits without bound for this super learner's learners; this library's does not.
-    atexit.unregister(mpi_ops._basics.shutdown)
+    atexit.unregister(horovod._basics.shutdown)
 
 
 def merge_super_learners(world: World) -> World:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, interface_of, network_name
+from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.messaging.sockets import Communicator
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["places_told", "world_over_gloo"]
 
-# The sockets of this process's Horovod world, as (descriptor, inode); on a leader, also the rendezvous server
-# of that world, which Horovod may query until it shuts down.
-_of_horovod: list[tuple[int, int]] = []
-_server: Any = None
+_server: Any = None  # of a leader's Horovod, which may query it until it shuts down
 _told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty if Horovod runs over MPI
 
 
@@ -46,15 +43,11 @@ def places_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def world_over_gloo(world: World) -> Iterator[None]:
-    """Context manager in which Horovod starts over Gloo: sets HOROVOD_* variables, records its sockets."""
+    """Context manager in which Horovod starts over Gloo: sets HOROVOD_* variables."""
     global _told
     _told = _variables(world, _meeting_place(world.inner, world.config))
-    sockets = set(_sockets_open())
-    try:
-        with places_told():
-            yield
-    finally:
-        _of_horovod[:] = set(_sockets_open()) - sockets
+    with closed_in_children(), places_told():
+        yield
 
 
 def _meeting_place(inner: Communicator, config: Config) -> tuple[str, int, str]:
@@ -105,23 +98,3 @@ def _variables(world: World, place: tuple[str, int, str]) -> dict[str, str]:
         "HOSTNAME": socket.gethostname(),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
-
-
-def _sockets_open() -> Iterator[tuple[int, int]]:
-    """Yield (descriptor, inode) of each open socket of this process."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
-            found = os.stat(int(name))
-            if stat.S_ISSOCK(found.st_mode):
-                yield int(name), found.st_ino
-
-
-def _forget() -> None:
-    """Close Horovod's sockets in a forked child: else other learners would not see this one end."""
-    for handle, inode in _of_horovod:
-        with contextlib.suppress(OSError):
-            if os.stat(handle).st_ino == inode:
-                os.close(handle)
-
-
-os.register_at_fork(after_in_child=_forget)

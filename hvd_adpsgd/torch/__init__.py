@@ -13,9 +13,8 @@ from hvd_adpsgd.torch.requirements import require_torch_and_horovod
 require_torch_and_horovod()
 
 # ruff: noqa: E402
-from horovod.torch import compression, mpi_lib_v2, sync_batch_norm
-
 from hvd_adpsgd.errors import CollectiveMismatchError
+from hvd_adpsgd.inner.horovod import compression, mpi_lib_v2, sync_batch_norm
 from hvd_adpsgd.optim import natural_gradient as natural
 from hvd_adpsgd.optim.lr_schedulers import Newbob, WarmupAnneal
 from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.collectives.usage import Caller, counted, on_behalf, waited
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as horovod
-
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining import candidates, joining
 from hvd_adpsgd.launch import bootstrap
 from hvd_adpsgd.launch import world as worlds

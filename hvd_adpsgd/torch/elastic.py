@@ -10,17 +10,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from horovod.common.elastic import run_fn
-from horovod.torch import elastic as horovod_elastic
-from horovod.torch.elastic import sampler, state
-
+from hvd_adpsgd.inner import elastic as inner_elastic
+from hvd_adpsgd.inner.elastic import run_fn, sampler, state
 from hvd_adpsgd.torch.basics import init, shutdown
 from hvd_adpsgd.torch.horovod_ops import require_one_super_learner
 
 __all__ = ["ElasticSampler", "TorchState", "init", "run", "sampler", "shutdown", "state"]
 
 
-class TorchState(horovod_elastic.TorchState):
+class TorchState(inner_elastic.TorchState):
     """Horovod's TorchState, which synchronizes one super learner; raises if there are several."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +26,7 @@ class TorchState(horovod_elastic.TorchState):
         super().__init__(*args, **kwargs)
 
 
-class ElasticSampler(horovod_elastic.ElasticSampler):
+class ElasticSampler(inner_elastic.ElasticSampler):
     """Horovod's ElasticSampler, which partitions data over one super learner; raises if there are several."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

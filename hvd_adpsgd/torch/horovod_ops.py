@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import horovod.torch as horovod
-from horovod.torch import (
+from hvd_adpsgd.errors import InnerOnlyError
+from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner.horovod import (
     Adasum,
     Average,
     Compression,
@@ -34,8 +35,6 @@ from horovod.torch import (
     nccl_built,
     rocm_built,
 )
-
-from hvd_adpsgd.errors import InnerOnlyError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.gloo import places_told
 from hvd_adpsgd.torch import basics

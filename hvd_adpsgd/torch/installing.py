@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-import horovod
-import horovod.torch as horovod_torch
-
 from hvd_adpsgd.errors import WorldError
 
 __all__ = ["install"]
@@ -30,14 +27,16 @@ def install() -> None:
             learner where it means all learners.
     """
     face = sys.modules["hvd_adpsgd.torch"]
-    if sys.modules.get("horovod.torch") is face:
+    before = sys.modules.get("horovod.torch")
+    if before is face:
         return
-    if late := sorted(_users(horovod_torch)):
+    if before is not None and (late := sorted(_users(before))):
         raise WorldError(
             f"install(): {', '.join(late)} imported horovod.torch before. Call hvd_adpsgd.torch.install() at "
             "the start of the script, before other imports."
         )
-    sys.modules["horovod.torch"] = horovod.torch = face
+    package = sys.modules.setdefault("horovod", ModuleType("horovod"))
+    sys.modules["horovod.torch"] = package.torch = face  # type: ignore[attr-defined]
     for name in _SUBMODULES:
         sys.modules[f"horovod.torch.{name}"] = getattr(face, name)
 

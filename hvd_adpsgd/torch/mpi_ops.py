@@ -1,8 +1,10 @@
 """Counterpart of horovod.torch.mpi_ops: ranks, and operations on tensors."""
 
-from horovod.common.util import num_rank_is_power_2  # noqa: F401
-from horovod.torch.mpi_ops import gpu_available, handle_average_backwards_compatibility  # noqa: F401
-
+from hvd_adpsgd.inner.horovod import (  # noqa: F401
+    gpu_available,
+    handle_average_backwards_compatibility,
+    num_rank_is_power_2,
+)
 from hvd_adpsgd.launch import world as _worlds
 from hvd_adpsgd.torch.asynchronous import *  # noqa: F403
 from hvd_adpsgd.torch.basics import *  # noqa: F403

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd.collectives.usage import counted
@@ -24,6 +23,7 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     UnsupportedOptimizerError,
 )
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import bootstrap
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World

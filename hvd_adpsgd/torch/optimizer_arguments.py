@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd import strategies
@@ -16,6 +15,7 @@ from hvd_adpsgd.errors import (
     InnerOnlyError,
     StrategyMismatchError,
 )
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set

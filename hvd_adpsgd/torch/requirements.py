@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 
 from hvd_adpsgd.errors import MissingRequirementError
+from hvd_adpsgd.inner import backend
 
 _BUILD = "python -m hvd_adpsgd build-horovod"
 _CURES = {
@@ -16,17 +17,20 @@ _CURES = {
 
 
 def require_torch_and_horovod() -> None:
-    """Check that torch and Horovod are installed, and that Horovod loads with this torch and an MPI.
+    """Check that torch is installed and, if Horovod is asked for, that it loads with this torch and an MPI.
 
     Raises:
         MissingRequirementError: if torch or Horovod is missing, or if Horovod does not load.
     """
     for module, cure in _CURES.items():
-        if importlib.util.find_spec(module) is None:
+        needed = module == "torch" or backend() == module
+        if needed and importlib.util.find_spec(module) is None:
             raise MissingRequirementError(
                 f"hvd_adpsgd.torch needs {module}, which is not installed for {sys.executable}. "
                 f"Run {cure}."
             )
+    if backend() != "horovod":
+        return
     try:
         from horovod.torch import mpi_lib_v2  # noqa: F401
     except ImportError as error:

@@ -13,11 +13,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import horovod.torch as horovod
 import torch
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.errors import ModelMismatchError, StrategyMismatchError
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.threads import in_thread

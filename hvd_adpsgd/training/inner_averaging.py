@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 from torch.amp import grad_scaler
 
@@ -26,6 +25,7 @@ from hvd_adpsgd.errors import (
     AdpsgdError,
     GradientOrderError,
 )
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.training.presence import live
 
 __all__ = [

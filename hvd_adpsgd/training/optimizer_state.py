@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
 from hvd_adpsgd.errors import UnsupportedOptimizerError
+from hvd_adpsgd.inner.horovod import OPTIMIZERS
 
 __all__ = [
     "bind",
@@ -34,11 +34,11 @@ __all__ = [
 # Names of the attributes that Horovod's constructor sets on the wrapped optimizer.
 _HOROVODS = {
     each.argval
-    for kind in (_DistributedOptimizer, _DistributedAdasumOptimizer)
+    for kind in OPTIMIZERS
     for each in dis.get_instructions(kind.__init__)
     if each.opname == "STORE_ATTR"
 }
-_METHODS = {k for k, v in vars(_DistributedOptimizer).items() if isinstance(v, types.FunctionType)}
+_METHODS = {k for k, v in vars(OPTIMIZERS[0]).items() if isinstance(v, types.FunctionType)}
 _METHODS |= {
     "add_param_group",
     "close",

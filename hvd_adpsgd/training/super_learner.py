@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from horovod.torch import HorovodInternalError
-
 from hvd_adpsgd.collectives import of_communicator
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.failures import mpi_failures
@@ -18,6 +16,7 @@ from hvd_adpsgd.errors import (
     QuorumLostError,
     WorldError,
 )
+from hvd_adpsgd.inner.horovod import HorovodInternalError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.gradients import Replacements

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import horovod.torch as horovod
-
 from hvd_adpsgd.collectives.call import Call
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import run_call

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-import horovod.torch as horovod
 import numpy as np
 import torch
-from horovod.torch import Average
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
+from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner.horovod import Average
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
-import horovod.torch as horovod
 import torch
-from horovod.torch import Average
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner.horovod import Average
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set

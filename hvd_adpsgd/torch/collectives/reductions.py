@@ -6,15 +6,23 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import horovod.torch as horovod
 import numpy as np
 import torch
-from horovod.torch import Adasum, Average, Compression, Max, Min, Product, Sum
-from horovod.torch.mpi_ops import handle_average_backwards_compatibility
 from numpy.typing import NDArray
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, InnerOnlyError
+from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner.horovod import (
+    Adasum,
+    Average,
+    Compression,
+    Max,
+    Min,
+    Product,
+    Sum,
+    handle_average_backwards_compatibility,
+)
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner

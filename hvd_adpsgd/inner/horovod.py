@@ -1,0 +1,21 @@
+"""The names of `horovod.torch` that this library uses, from the backend of the super learners."""
+
+from __future__ import annotations
+
+from hvd_adpsgd.inner import backend
+
+# ruff: noqa: F401, F403
+if backend() == "torch":
+    from hvd_adpsgd.inner.over_torch import *
+    from hvd_adpsgd.inner.over_torch.optimizer import OPTIMIZERS
+else:
+    from horovod.common.util import num_rank_is_power_2
+    from horovod.torch import *
+    from horovod.torch.mpi_ops import (
+        _basics,
+        gpu_available,
+        handle_average_backwards_compatibility,
+    )
+    from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
+
+    OPTIMIZERS = (_DistributedOptimizer, _DistributedAdasumOptimizer)

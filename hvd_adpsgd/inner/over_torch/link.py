@@ -1,0 +1,130 @@
+"""Connections between the first learner of a super learner and its other learners: JSON messages over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Link", "connect"]
+
+_LONGEST = 2**28  # bytes of a message; more is none of ours
+_CONNECT_S = 60.0
+
+
+class Link:
+    """A connection to one learner. `send` and `receive` may be used by one thread each."""
+
+    def __init__(self, connection: socket.socket):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._received = connection, bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a message; an error of the connection is left to `receive`, which sees its end."""
+        data = json.dumps(message).encode()
+        try:
+            self._socket.sendall(len(data).to_bytes(4, "big") + data)
+        except OSError:
+            self._shut()
+
+    def receive(self) -> list[Any]:
+        """Wait for bytes, and return the messages that are complete.
+
+        Raises:
+            EOFError: if the other learner has ended.
+        """
+        try:
+            piece = self._socket.recv(2**16)
+        except OSError:
+            piece = b""
+        if not piece:
+            raise EOFError
+        self._received += piece
+        messages = []
+        while len(self._received) >= 4:
+            length = int.from_bytes(self._received[:4], "big")
+            if length > _LONGEST:
+                raise EOFError
+            if len(self._received) < 4 + length:
+                break
+            messages.append(json.loads(self._received[4 : 4 + length]))
+            del self._received[: 4 + length]
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._shut()
+        self._socket.close()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def connect(
+    rank: int, size: int, address: str, gather: Callable[[Any], list[Any]]
+) -> dict[int, Link]:
+    """Connect the learners 1, 2, ... of a super learner with learner 0; all of them call this together.
+
+    Args:
+        rank: this learner's rank in the super learner.
+        size: number of learners of the super learner.
+        address: address of this learner's host that the others reach.
+        gather: returns the values that all learners give, by rank.
+
+    Returns:
+        The links by rank: of learner 0 to all others, of every other learner to 0.
+
+    Raises:
+        OSError: if the connections are not made within a minute.
+    """
+    if rank > 0:
+        (host, port, token), *_ = gather(None)
+        connection = socket.create_connection((host, port), timeout=_CONNECT_S)
+        link = Link(connection)
+        link.send([token, rank])
+        try:
+            link.receive()  # that it is accepted
+        except EOFError:
+            raise OSError(
+                f"learner 0 of the super learner, at {host}:{port}, ended the connection"
+            ) from None
+        connection.settimeout(None)
+        return {0: link}
+    with socket.create_server((address, 0), backlog=size) as server:
+        server.settimeout(_CONNECT_S)
+        token = secrets.token_hex(16)
+        gather((address, server.getsockname()[1], token))
+        links: dict[int, Link] = {}
+        while len(links) < size - 1:
+            connection, _ = server.accept()
+            connection.settimeout(_CONNECT_S)
+            if (other := _introduced(connection, token)) is not None:
+                connection.settimeout(None)
+                links[other[0]] = other[1]
+    return links
+
+
+def _introduced(connection: socket.socket, token: str) -> tuple[int, Link] | None:
+    """Return the rank that another learner names, and its link; None for a stranger."""
+    link = Link(connection)
+    try:
+        messages: list[Any] = []
+        while not messages:
+            messages = link.receive()
+        shown, rank = messages[0]
+        if hmac.compare_digest(str(shown), token):
+            link.send("accepted")
+            return int(rank), link
+    except (EOFError, ValueError, TypeError):
+        pass
+    link.close()
+    return None

@@ -1,0 +1,268 @@
+"""The two threads of each learner: one agrees with its super learner on what runs next, one runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import threading
+import time
+from typing import Any
+
+from hvd_adpsgd.inner.over_torch.link import Link
+from hvd_adpsgd.inner.over_torch.names import HorovodInternalError
+from hvd_adpsgd.inner.over_torch.pending import Pending
+from hvd_adpsgd.inner.over_torch.requests import Decision, Order, Request
+from hvd_adpsgd.inner.over_torch.transfers import Transfers
+
+__all__ = ["Negotiation"]
+
+log = logging.getLogger("hvd_adpsgd")
+
+_STALL_S = 60.0  # as Horovod's stall check
+
+# Messages, each a JSON list that begins with one of these words:
+#   ask     to learner 0    an announcement
+#   run     from learner 0  what all run next
+#   stop    both ways       a learner calls shutdown(), so no more operations run
+#   failed  from learner 0  the rank of a learner that has ended
+#   ended   to learner 0    this learner runs nothing any more
+#   close   from learner 0  no learner runs anything any more
+
+
+class Negotiation:
+    """Runs the operations of one learner in an order that its super learner agrees on.
+
+    Learner 0 decides as soon as it has nothing to run, so what is announced meanwhile is decided together,
+    and reduced together.
+
+    Args:
+        rank, size: this learner's, in the super learner.
+        links: connections, by rank: of learner 0 to all others, of every other learner to 0.
+        transfers: runs the operations.
+    """
+
+    def __init__(self, rank: int, size: int, links: dict[int, Link], transfers: Transfers):
+        self._rank, self._links, self._transfers = rank, links, transfers
+        self._order = Order(size)
+        self._lock = threading.Lock()
+        self._pending: dict[str, Pending] = {}  # by name, until they are over; guarded by _lock
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[Decision] | None] = queue.SimpleQueue()
+        self._undone = 0  # batches that are decided and not run; guarded by _lock
+        self._current: list[Pending] = []  # what runs now; guarded by _lock
+        self._over = ""  # why no operation runs any more; guarded by _lock
+        self._has_run = self._has_said = False  # nothing runs any more; the others know
+        self._awaited = set(links)  # learners that have not said "ended"
+        self._told: dict[str, float] = {}  # when an operation that waits was first seen
+        self._awake, self._bell = socket.socketpair()
+        for end in (self._awake, self._bell):
+            end.setblocking(False)
+        self._runner = threading.Thread(target=self._run, name="hvd_adpsgd.inner.run", daemon=True)
+        self._agreer = threading.Thread(
+            target=self._agree, name="hvd_adpsgd.inner.agree", daemon=True
+        )
+        self._runner.start()
+        self._agreer.start()
+
+    # ---- called by the script's threads -----------------------------------------------------------
+
+    def begin(self, pending: Pending) -> None:
+        """Announce an operation.
+
+        Raises:
+            HorovodInternalError: if an operation of this name is pending, or none runs any more.
+        """
+        name = pending.request.name
+        with self._lock:
+            if self._over:
+                raise HorovodInternalError(self._over)
+            if name in self._pending:
+                raise HorovodInternalError(
+                    f"{pending.request.kind} {name!r}: an operation of this name is pending. Wait for it "
+                    "first, or give this one another name."
+                )
+            self._pending[name] = pending
+        self._post(["ask", *pending.request])
+
+    def stop(self) -> None:
+        """End both threads, on all learners of the super learner; wait until this learner's have ended."""
+        self._post(["stop"])
+        self._agreer.join()
+        self._bell.close()
+
+    def close(self) -> None:
+        """Close connections; in a forked child, in place of `stop`."""
+        for link in self._links.values():
+            link.close()
+
+    def _post(self, message: list[Any]) -> None:
+        self._asked.put(message)
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it rings already, or nobody listens any more
+            self._bell.send(b"x")
+
+    # ---- the thread that agrees ---------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._awake, selectors.EVENT_READ, None)
+            for rank, link in self._links.items():
+                ready.register(link, selectors.EVENT_READ, rank)
+            while not self._is_closed:
+                for key, _ in ready.select(_STALL_S / 4):
+                    if key.data is None:
+                        self._take_own()
+                    else:
+                        self._take_from(key.data, ready)
+                if self._rank == 0:
+                    self._decide()
+                    self._tell_stalled()
+                if self._has_run and not self._has_said:
+                    self._has_said = True
+                    self._say_ended()
+        self._fail("Horovod has been shut down.")
+        self.close()
+        self._awake.close()
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._has_said and not self._awaited
+
+    def _take_own(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._awake.recv(4096)
+        while True:
+            try:
+                message = self._asked.get_nowait()
+            except queue.Empty:
+                break
+            self._handle(self._rank, message)
+
+    def _take_from(self, rank: int, ready: selectors.BaseSelector) -> None:
+        try:
+            messages = self._links[rank].receive()
+        except EOFError:
+            ready.unregister(self._links[rank])
+            self._lost(rank)
+            return
+        for message in messages:
+            self._handle(rank, message)
+
+    def _handle(self, rank: int, message: list[Any]) -> None:
+        word, *rest = message
+        own = rank == self._rank
+        if own and self._rank > 0:
+            self._send(message)
+        elif word == "ask":
+            self._order.ask(rank, Request(*rest))
+        elif word == "stop" and not self._over:
+            if self._rank == 0:
+                self._send(["stop"])
+            self._end("Horovod has been shut down.")
+        elif word == "run":
+            self._start([Decision(Request(*request), *more) for request, *more in rest[0]])
+        elif word == "failed":
+            self._end_without(rest[0])
+        elif word == "ended":
+            self._awaited.discard(rank)
+            if self._has_said:
+                self._say_ended()
+        elif word == "close":
+            self._awaited.clear()
+
+    def _lost(self, rank: int) -> None:
+        """Note that the connection with a learner has ended."""
+        self._awaited.discard(rank)
+        if not self._over:
+            if self._rank == 0:
+                self._send(["failed", rank])
+            self._end_without(rank)
+        elif self._has_said:
+            self._say_ended()
+
+    def _end_without(self, rank: int) -> None:
+        self._end(f"learner {rank} of the super learner has ended")
+        self._transfers.abort()
+
+    def _end(self, why: str) -> None:
+        """Begin to end: fail what is pending, run nothing new."""
+        if not self._over:
+            self._fail(why)
+            self._batches.put(None)
+
+    def _say_ended(self) -> None:
+        """Tell learner 0 that this one runs nothing; from learner 0, tell all that nothing runs anywhere."""
+        if self._rank > 0:
+            self._send(["ended"])
+        elif not self._awaited:
+            self._send(["close"])
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            self._over = self._over or why
+            pendings = [*self._pending.values(), *self._current]
+            self._pending = {}
+        for pending in pendings:
+            pending.fail(HorovodInternalError(self._over))
+
+    def _send(self, message: list[Any]) -> None:
+        for link in self._links.values():
+            link.send(message)
+
+    def _decide(self) -> None:
+        if self._undone or self._over:
+            return
+        decided = self._order.decide()
+        if decided:
+            self._send(["run", decided])
+            self._start(decided)
+
+    def _start(self, decided: list[Decision]) -> None:
+        with self._lock:
+            self._undone += 1
+        self._batches.put(decided)
+
+    def _tell_stalled(self) -> None:
+        """Warn of an operation for which some learners have waited a minute; Horovod does, too."""
+        now = time.monotonic()
+        waiting = dict(self._order.waiting())
+        self._told = {name: self._told.get(name, now) for name in waiting}
+        for name, since in self._told.items():
+            if now - since > _STALL_S:
+                self._told[name] = float("inf")
+                log.warning(
+                    "operation %r waits since %g s for learners %s of the super learner, which have not "
+                    "called it. Look for a branch that only some learners take.",
+                    name,
+                    _STALL_S,
+                    waiting[name],
+                )
+
+    # ---- the thread that runs -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (decided := self._batches.get()) is not None:
+            works = [(decision, self._taken(decision.request)) for decision in decided]
+            self._transfers.run([work for work in works if not work[0].error])
+            for decision, pending in works:
+                if decision.error and pending is not None:
+                    pending.fail(HorovodInternalError(decision.error))
+            with self._lock:
+                self._undone -= 1
+                self._current = []
+            self._ring()
+        self._has_run = True
+        self._ring()
+
+    def _taken(self, request: Request) -> Pending | None:
+        """Return the pending operation of a decision; None for a reduction of others during join()."""
+        with self._lock:
+            pending = self._pending.pop(request.name, None)
+            if pending is not None:
+                self._current.append(pending)
+            return pending

@@ -1,0 +1,107 @@
+"""Which operations may begin, in which order: the state that the first learner of a super learner keeps.
+
+As in Horovod, each learner announces its operations by name, in any order. An operation begins when every
+learner has announced it, and all learners begin operations in the same order. A learner that has called
+join() counts as having announced every allreduce, with zeros. This module has neither threads nor sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+__all__ = ["Decision", "Order", "Request"]
+
+JOIN = "join"
+_OF_ZEROS = ("allreduce", "barrier")  # operations in which a learner in join() takes part
+
+
+class Request(NamedTuple):
+    """One learner's announcement of an operation.
+
+    Attributes:
+        name: name of the operation, the same on all learners.
+        kind: allreduce, allgather, broadcast, alltoall, reducescatter, barrier or join.
+        same: what must be equal on all learners: dtypes, shapes, reduction, root.
+        own: what may differ: numbers of rows, splits.
+    """
+
+    name: str
+    kind: str
+    same: Any
+    own: Any
+
+
+class Decision(NamedTuple):
+    """One operation that all learners begin, or an error that all of them raise.
+
+    Attributes:
+        request: the announcement of the first learner that announced it.
+        own: by rank, `own` of each learner's announcement; None for a learner in join().
+        error: why the operation is refused; "" if it begins.
+    """
+
+    request: Request
+    own: list[Any]
+    error: str = ""
+
+
+class Order:
+    """The announced operations of `size` learners, in the order in which their announcements are complete."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._asked: dict[str, dict[int, Request]] = {}
+        self._joined: list[int] = []  # ranks, in the order of their calls of join()
+
+    def ask(self, rank: int, request: Request) -> None:
+        """Record that learner `rank` announces an operation."""
+        if request.kind == JOIN:
+            self._joined.append(rank)
+        else:
+            self._asked.setdefault(request.name, {})[rank] = request
+
+    def decide(self) -> list[Decision]:
+        """Return the operations that every learner has announced, and forget them."""
+        everyone = set(range(self._size))
+        complete = [
+            name for name, asked in self._asked.items() if everyone <= {*asked, *self._joined}
+        ]
+        decided = [self._decision(self._asked.pop(name)) for name in complete]
+        if len(self._joined) == self._size:
+            last = Request(JOIN, JOIN, self._joined[-1], None)
+            decided.append(Decision(last, [None] * self._size))
+            self._joined = []
+        return decided
+
+    def waiting(self) -> list[tuple[str, list[int]]]:
+        """Return (name, ranks that have not announced it) of each operation that some learners wait for."""
+        everyone = set(range(self._size))
+        return [
+            (name, sorted(everyone - {*asked, *self._joined}))
+            for name, asked in self._asked.items()
+        ]
+
+    def _decision(self, asked: dict[int, Request]) -> Decision:
+        first = asked[min(asked)]
+        own = [asked[rank].own if rank in asked else None for rank in range(self._size)]
+        return Decision(first, own, self._refusal(first, asked))
+
+    def _refusal(self, first: Request, asked: dict[int, Request]) -> str:
+        if self._joined and first.kind not in _OF_ZEROS:
+            return (
+                f"{first.kind} {first.name!r} while learner {self._joined[0]} of the super learner is in "
+                "join(): only allreduce and barrier work then."
+            )
+        for rank, other in asked.items():
+            if (other.kind, other.same) != (first.kind, first.same):
+                return (
+                    f"{first.name!r} differs between the learners of the super learner: learner {min(asked)} "
+                    f"calls {_shown(first)}, learner {rank} calls {_shown(other)}."
+                )
+        return ""
+
+
+def _shown(request: Request) -> str:
+    same = request.same if isinstance(request.same, Iterable) else [request.same]
+    return f"{request.kind}({', '.join(map(str, same))})"

@@ -1,0 +1,271 @@
+"""Runs operations in torch's process group of the super learner: Gloo for CPU tensors, NCCL for CUDA ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_adpsgd.inner.over_torch.names import Adasum, Average, Max, Min, Product, Sum
+from hvd_adpsgd.inner.over_torch.pending import Pending
+from hvd_adpsgd.inner.over_torch.requests import Decision
+
+__all__ = ["Transfers", "split_rows"]
+
+_FUSED_NBYTES = 2**26  # largest buffer in which small tensors are reduced together, as in Horovod
+_REDUCE: dict[int, Any] = {
+    Average: dist.ReduceOp.SUM,
+    Sum: dist.ReduceOp.SUM,
+    Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+
+Work = tuple[Decision, Pending | None]
+
+
+class Transfers:
+    """The process groups of one learner in its super learner. Used by one thread.
+
+    Args:
+        rank, size: this learner's, in the super learner.
+        store: a torch.distributed store that the learners of the super learner share.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store, address: str):
+        self._rank, self._size, self._store, self._address = rank, size, store, address
+        self._groups: dict[str, Any] = {}
+        self._streams: dict[torch.device, Any] = {}
+        if size > 1:
+            self._group("cpu")
+
+    def _group(self, kind: str) -> Any:
+        """Return the process group for tensors on devices of this kind; all learners make it together."""
+        if kind not in self._groups:
+            store = dist.PrefixStore(kind, self._store)
+            if kind == "cuda":
+                nccl: Any = dist.ProcessGroupNCCL
+                group = nccl(store, self._rank, self._size)
+            else:
+                gloo: Any = dist.ProcessGroupGloo
+                options = gloo._Options()
+                options._devices = [gloo.create_device(hostname=self._address)]
+                group = gloo(store, self._rank, self._size, options)
+            self._groups[kind] = group
+        return self._groups[kind]
+
+    def run(self, batch: Sequence[Work]) -> None:
+        """Run decided operations in their order; neighbouring reductions that fit are fused."""
+        for _, group in itertools.groupby(enumerate(_fusions(batch)), key=lambda pair: pair[1]):
+            works = [batch[i] for i, _ in group]
+            pendings = [pending for _, pending in works if pending is not None]
+            try:
+                with self._in_order(pendings):
+                    self._run(works)
+            except Exception as error:
+                for pending in pendings:
+                    pending.fail(error)
+
+    @contextlib.contextmanager
+    def _in_order(self, pendings: Sequence[Pending]) -> Iterator[None]:
+        """Context manager of operations on GPUs: after what the script had submitted, on a stream apart."""
+        devices = {t.device for pending in pendings for t in pending.tensors if t.is_cuda}
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+                for event in itertools.chain(*(pending.submitted for pending in pendings)):
+                    stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+            done = [self._streams[device].record_event() for device in devices]
+            for pending in pendings:
+                pending.executed = done
+
+    def _run(self, works: Sequence[Work]) -> None:
+        decision, pending = works[0]
+        if decision.request.kind == "allreduce":
+            self._allreduce(works)
+        elif pending is not None:
+            kind = decision.request.kind
+            result = getattr(self, f"_{kind}")(decision, pending)
+            pending.succeed(result[0] if pending.single else result)
+
+    # ---- reductions -----------------------------------------------------------------------------
+
+    def _allreduce(self, works: Sequence[Work]) -> None:
+        """Reduce the tensors of fused operations in place; zeros where this learner is in join()."""
+        request = works[0][0].request
+        device = next((p.tensors[0].device for _, p in works if p), torch.device("cpu"))
+        lists = [
+            list(pending.tensors) if pending else _zeros(decision, device)
+            for decision, pending in works
+        ]
+        self._reduce(list(itertools.chain(*lists)), *request.same[:3])
+        for (_, pending), tensors in zip(works, lists, strict=True):
+            if pending is not None:
+                pending.succeed(tensors[0] if pending.single else tensors)
+
+    def _reduce(self, tensors: list[torch.Tensor], op: int, before: float, after: float) -> None:
+        if op == Adasum:
+            for tensor in tensors:
+                _scale(tensor, before)
+                tensor.copy_(self._adasum(tensor))
+                _scale(tensor, after)
+            return
+        wide = _WIDER.get(tensors[0].dtype, tensors[0].dtype)
+        together = len(tensors) > 1 or tensors[0].dtype != wide or not tensors[0].is_contiguous()
+        flat = tensors[0].view(-1)
+        if together:
+            flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors])
+        _scale(flat, before)
+        if self._size > 1 and flat.numel():
+            options = dist.AllreduceOptions()
+            options.reduceOp = _REDUCE[op]
+            self._group(flat.device.type).allreduce([flat], options).wait()
+        _scale(flat, after / self._size if op == Average else after)
+        if together:
+            parts = flat.split([tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def _adasum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Combine the learners' tensors in pairs, by Maleki et al., arXiv:2006.02924."""
+        found = [
+            each.view(tensor.dtype).view(tensor.shape) for each in self._exchanged(tensor, None)
+        ]
+        while len(found) > 1:
+            found = [_combined(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
+    def _reducescatter(self, decision: Decision, pending: Pending) -> list[torch.Tensor]:
+        op, before, after = decision.request.same[:3]
+        parts = []
+        for tensor in pending.tensors:
+            self._reduce([tensor], op, before, after)
+            rows = split_rows(tensor.shape[0], self._size)
+            parts.append(tensor.split(rows)[self._rank].clone())
+        return parts
+
+    # ---- copies ---------------------------------------------------------------------------------
+
+    def _exchanged(self, tensor: torch.Tensor, nbytes: Sequence[int] | None) -> list[torch.Tensor]:
+        """Return the bytes of all learners' tensors, by rank; `nbytes`: their lengths, None: equal ones."""
+        mine = _bytes(tensor)
+        lengths = nbytes or [mine.numel()] * self._size
+        longest = max(lengths)
+        if self._size == 1 or longest == 0:
+            return [mine] * self._size
+        padded = mine.new_zeros(longest)
+        padded[: mine.numel()] = mine
+        found = [torch.empty_like(padded) for _ in lengths]
+        self._group(tensor.device.type).allgather([found], [padded]).wait()
+        return [each[:n] for each, n in zip(found, lengths, strict=True)]
+
+    def _allgather(self, decision: Decision, pending: Pending) -> list[torch.Tensor]:
+        gathered = []
+        for i, tensor in enumerate(pending.tensors):
+            rows = [own[i] for own in decision.own]
+            row = tensor.element_size() * math.prod(tensor.shape[1:])
+            found = torch.cat(self._exchanged(tensor, [n * row for n in rows]))
+            shape = (sum(rows), *tensor.shape[1:])
+            gathered.append(found.view(tensor.dtype).view(shape))
+        return gathered
+
+    def _broadcast(self, decision: Decision, pending: Pending) -> list[torch.Tensor]:
+        root = decision.request.same[0]
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        for tensor in pending.tensors:
+            data = _bytes(tensor)
+            if self._size > 1 and data.numel():
+                self._group(tensor.device.type).broadcast([data], options).wait()
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+        return list(pending.tensors)
+
+    def _alltoall(self, decision: Decision, pending: Pending) -> list[Any]:
+        tensor = pending.tensors[0]
+        received = [own[self._rank] for own in decision.own]
+        row = tensor.element_size() * math.prod(tensor.shape[1:])
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        ends = [list(itertools.accumulate(own, initial=0)) for own in decision.own]
+        # every learner sends all it has: simple, and fast enough inside a super learner
+        found = self._exchanged(tensor, [sum(own) * row for own in decision.own])
+        pieces = [
+            data[end[self._rank] * row : end[self._rank + 1] * row]
+            for data, end in zip(found, ends, strict=True)
+        ]
+        if output.numel():
+            output = torch.cat(pieces).view(tensor.dtype).view(output.shape)
+        is_even = decision.request.same[3]
+        return [output if is_even else (output, torch.tensor(received, dtype=torch.int32))]
+
+    def _barrier(self, decision: Decision, pending: Pending) -> list[None]:
+        return [None]  # all learners have announced it: that was the wait
+
+    def _join(self, decision: Decision, pending: Pending) -> list[int]:
+        return [decision.request.same]  # the rank that called join() last
+
+    def abort(self) -> None:
+        """End operations that wait for a learner that has ended, where torch can."""
+        for group in self._groups.values():
+            with contextlib.suppress(Exception):
+                group.abort()
+
+
+def split_rows(rows: int, size: int) -> list[int]:
+    """Return how many rows each learner gets of a reducescatter: the first ones one more, as in Horovod."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _fusions(batch: Sequence[Work]) -> Iterator[int]:
+    """Yield a number for each operation of a batch; neighbours with the same number are reduced together."""
+    number, before, nbytes = 0, None, 0
+    for decision, _ in batch:
+        request = decision.request
+        key, mine = None, 0
+        if request.kind == "allreduce" and request.same[0] != Adasum:
+            op, prescale, postscale, device, specs = request.same
+            kinds = {dtype for dtype, _ in specs}
+            if len(kinds) == 1:
+                key = (op, prescale, postscale, device, *kinds)
+                mine = sum(math.prod(shape) for _, shape in specs) * 8
+        if key is None or key != before or nbytes + mine > _FUSED_NBYTES:
+            number, nbytes = number + 1, 0
+        before, nbytes = key, nbytes + mine
+        yield number
+
+
+def _zeros(decision: Decision, device: torch.device) -> list[torch.Tensor]:
+    specs = decision.request.same[4]
+    return [
+        torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in specs
+    ]
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    if factor == 1:
+        return
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor))
+
+
+def _combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    share_a = 1 - dot / (2 * of_a) if of_a > 0 else 1.0
+    share_b = 1 - dot / (2 * of_b) if of_b > 0 else 1.0
+    return share_a * a + share_b * b
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor: its own memory, or a copy if it is not contiguous."""
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,45 @@
+"""Closes the sockets of a super learner's Horovod in forked children.
+
+A forked child (a worker of a DataLoader) inherits them; as long as it holds them open, other learners would
+not see this learner end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+
+__all__ = ["closed_in_children"]
+
+_recorded: list[tuple[int, int]] = []  # (descriptor, inode)
+
+
+@contextlib.contextmanager
+def closed_in_children() -> Iterator[None]:
+    """Context manager: children forked later close the sockets that are opened inside it."""
+    before = set(_sockets_open())
+    try:
+        yield
+    finally:
+        _recorded[:] = set(_sockets_open()) - before
+
+
+def _sockets_open() -> Iterator[tuple[int, int]]:
+    """Yield (descriptor, inode) of each open socket of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
+            found = os.stat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino
+
+
+def _close() -> None:
+    for handle, inode in _recorded:
+        with contextlib.suppress(OSError):
+            if os.stat(handle).st_ino == inode:
+                os.close(handle)
+
+
+os.register_at_fork(after_in_child=_close)
