@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
 import torch
 
 from hvd_adpsgd.inner.over_torch import world
@@ -41,24 +42,30 @@ def broadcast_object(
 ) -> Any:
     """Return the object of learner `root_rank`; sent by cloudpickle."""
     is_root = world.rank() == root_rank
-    data = (
-        torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8) if is_root else None
-    )
-    length = torch.tensor([0 if data is None else data.numel()])
+    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
     broadcast_(length, root_rank, None if name is None else f"{name}.length")
-    if data is None:
-        data = torch.empty(int(length), dtype=torch.uint8)
+    if not is_root:
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, None if name is None else f"{name}.data")
-    return obj if is_root else cloudpickle.loads(data.numpy().tobytes())
+    return obj if is_root else _unpickled(data)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return the objects of all learners of the super learner, by rank; sent by cloudpickle."""
-    data = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-    name_of = (lambda part: None) if name is None else (lambda part: f"{name}.{part}")
-    lengths = allgather(torch.tensor([data.numel()]), name_of("length")).tolist()
-    pieces = allgather(data, name_of("data")).split(lengths)
-    return [cloudpickle.loads(piece.numpy().tobytes()) for piece in pieces]
+    data = _pickled(obj)
+    length = torch.tensor([data.numel()], device="cpu")
+    lengths = allgather(length, None if name is None else f"{name}.length").tolist()
+    pieces = allgather(data, None if name is None else f"{name}.data").split(lengths)
+    return [_unpickled(piece) for piece in pieces]
+
+
+def _pickled(obj: Any) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(cloudpickle.dumps(obj), dtype=np.uint8).copy())
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return cloudpickle.loads(data.numpy().tobytes())
 
 
 def broadcast_optimizer_state(

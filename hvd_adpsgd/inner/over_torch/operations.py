@@ -220,7 +220,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = torch.tensor([[tensor.shape[0] for tensor in tensors]])
+        rows = torch.tensor([[tensor.shape[0] for tensor in tensors]], device="cpu")
         counts = synchronize(allgather_async(rows, None if name is None else f"{name}.rows"))
         starts = counts[: world.rank()].sum(0).tolist()
         ctx.parts = list(zip(starts, rows[0].tolist(), strict=True))

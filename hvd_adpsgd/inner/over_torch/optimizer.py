@@ -22,6 +22,7 @@ from hvd_adpsgd.inner.over_torch.operations import (
     sparse_allreduce_async,
     synchronize,
 )
+from hvd_adpsgd.inner.over_torch.refused import refuse
 
 __all__ = ["OPTIMIZERS", "DistributedOptimizer"]
 
@@ -217,10 +218,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if op == Adasum:
-        raise ValueError(
-            "op=Adasum in DistributedOptimizer needs Horovod inside super learners, and this job averages "
-            "gradients by torch.distributed. Set HVD_ADPSGD_INNER=horovod, or use op=hvd.Average."
-        )
+        refuse("DistributedOptimizer(op=hvd.Adasum)")
     if groups is None and num_groups:
         groups = num_groups
     methods = {k: v for k, v in vars(_DistributedOptimizer).items() if not k.startswith("__w")}

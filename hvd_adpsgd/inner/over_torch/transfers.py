@@ -204,7 +204,7 @@ class Transfers:
         if output.numel():
             output = torch.cat(pieces).view(tensor.dtype).view(output.shape)
         is_even = decision.request.same[3]
-        return [output if is_even else (output, torch.tensor(received, dtype=torch.int32))]
+        return [output if is_even else (output, torch.tensor(received, dtype=torch.int32, device="cpu"))]
 
     def _barrier(self, decision: Decision, pending: Pending) -> list[None]:
         return [None]  # all learners have announced it: that was the wait
