@@ -11,9 +11,11 @@ failed      it cannot join; its `problem` is the reason
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -224,6 +226,15 @@ class JoiningSuperLearner:
             process.wait()
 
 
+def _as_torchrun(size: int) -> list[dict[str, str]]:
+    """Return the variables by which `size` processes of this host find each other, as torchrun sets them."""
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port)}
+    return [{**told, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(size)]
+
+
 def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
     """Return the first difference between a joining super learner's terms and the job's, as text, or ""."""
     for its_one, our_one in itertools.zip_longest(its, ours, fillvalue="nothing more"):
@@ -274,9 +285,13 @@ class JoinServer:
         """
         size = len(world.groups[number])
         told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
-        if size > 1:
-            told |= self._rendezvous(size)
-        processes = [_started({**told, "HOROVOD_RANK": str(i)}, self._secret) for i in range(size)]
+        places = [{"HOROVOD_RANK": "0"}]
+        if size > 1 and importlib.util.find_spec("horovod") is None:
+            places = _as_torchrun(size)
+        elif size > 1:
+            its = self._rendezvous(size)
+            places = [{**its, "HOROVOD_RANK": str(i)} for i in range(size)]
+        processes = [_started({**told, **place}, self._secret) for place in places]
         if not self._started:
             world.departure.at_leave(self._leave_too)
         self._started = [p for p in self._started if p.poll() is None] + processes

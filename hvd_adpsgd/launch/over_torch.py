@@ -12,9 +12,21 @@ from hvd_adpsgd.inner import is_fallback, over_torch
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["start_over_torch"]
+__all__ = ["address_inside", "start_over_torch"]
 
 log = logging.getLogger("hvd_adpsgd")
+
+
+def address_inside(world: World) -> str:
+    """Return this host's address that the other learners of the super learner reach; all call it together.
+
+    Raises:
+        TopologyError: if they are on several hosts that do not reach each other.
+    """
+    if world.inner_size == 1:
+        return LOOPBACK
+    networks = allgather_object(world.inner, (network_name(), addresses()))
+    return choose_address(world.config.nics, network_name(), networks)
 
 
 def start_over_torch(world: World) -> None:
@@ -25,10 +37,7 @@ def start_over_torch(world: World) -> None:
         TopologyError: if they are on several hosts that do not reach each other.
     """
     gather = functools.partial(allgather_object, world.inner)
-    address = LOOPBACK
-    if world.inner_size > 1:
-        networks = gather((network_name(), addresses()))
-        address = choose_address(world.config.nics, network_name(), networks)
+    address = address_inside(world)
     if is_fallback() and world.rank == 0:
         log.info("Horovod is not installed: torch.distributed averages gradients in super learners")
     try:

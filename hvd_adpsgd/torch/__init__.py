@@ -59,6 +59,7 @@ from hvd_adpsgd.torch.basics import (
     shutdown,
     size,
     super_learner,
+    super_learner_group,
     super_rank,
     super_size,
 )
@@ -231,6 +232,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "super_learner",
+    "super_learner_group",
     "super_rank",
     "super_size",
     "sync_batch_norm",

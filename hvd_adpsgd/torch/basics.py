@@ -8,7 +8,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining import candidates, joining
-from hvd_adpsgd.launch import bootstrap
+from hvd_adpsgd.launch import bootstrap, torch_group
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.rendezvous import TcpStore
@@ -28,6 +28,7 @@ __all__ = [
     "shutdown",
     "size",
     "super_learner",
+    "super_learner_group",
     "super_rank",
     "super_size",
 ]
@@ -124,6 +125,19 @@ def super_rank() -> int:
 def super_size() -> int:
     """Return the number of super learners in the job."""
     return worlds.current().super_size
+
+
+def super_learner_group() -> Any:
+    """Return torch.distributed's process group of this super learner; its learners call this together.
+
+    For a model in the super learner, before hvd.DistributedOptimizer:
+
+        ddp = DistributedDataParallel(model, process_group=hvd.super_learner_group())
+
+    Unless the script has initialized torch.distributed itself, the group is torch's default group until
+    hvd.shutdown(); so never call torch.distributed.init_process_group after this.
+    """
+    return torch_group.super_learner_group(worlds.current())
 
 
 def is_leader() -> bool:

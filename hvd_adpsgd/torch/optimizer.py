@@ -96,6 +96,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wire_dtype: str | None = None,
     moments: str | None = None,
     buffers: torch.nn.Module | NamedTensors | None = None,
+    average_gradients: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer`: gradients are averaged in the super learner, models between super learners.
 
@@ -127,6 +128,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
             in synchronous training; messages are twice as long. "own": each has its own. Default: shared
             where that is possible.
+        average_gradients: False: the script averages gradients in the super learner before step(), by
+            DistributedDataParallel over hvd.super_learner_group() or by itself. Default: found out.
         buffers: also average the floating-point buffers of this module (BatchNorm statistics), or
             these (name, tensor) pairs.
 
@@ -139,7 +142,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         NotInitializedError: before hvd.init().
         UnsupportedOptimizerError: for LBFGS, an optimizer that is wrapped already, or an object with
             attributes that wrapping would lose.
-        ModelMismatchError, StrategyMismatchError: on every learner, if tensors or arguments differ.
+        ModelMismatchError, StrategyMismatchError: on every learner, if tensors or arguments differ, or for a
+            DistributedDataParallel model over other learners than those of the super learner.
         ConfigError: for a value out of its range.
 
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
@@ -167,7 +171,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     }
     spec = agree(
         world,
-        lambda: make_spec(world, optimizer, averaging, given, inner, process_set, named, buffers),
+        lambda: make_spec(
+            world,
+            optimizer,
+            averaging,
+            given,
+            inner,
+            process_set,
+            named,
+            buffers,
+            average_gradients,
+        ),
     )
     world = _join_if_synchronous(world, spec.strategy)
     if world.is_plain:
@@ -180,6 +194,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         **inner,
         process_set=inner_process_set(process_set, world),
     )
+    if not spec.averages_gradients:
+        drop_hooks(wrapped)
+        wrapped._requires_update.clear()
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
         become_plain(wrapped, type(optimizer))
@@ -348,7 +365,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         # Horovod's Adasum optimizer has a tensor per parameter here
         if hasattr(self, "_starting_models"):
             self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
-    if self._averaging.world.inner_size > 1:
+    if self._averaging.world.inner_size > 1 and self._averaging.spec.averages_gradients:
         register_hooks(self, group["params"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -16,13 +17,14 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
 )
 from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.launch.torch_group import is_inside
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
-from hvd_adpsgd.training.supported import require_models, require_supported
+from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
 
 __all__ = ["NamedTensors", "inner_process_set", "listed", "make_spec", "trained_tensors"]
 
@@ -44,6 +46,7 @@ def make_spec(
     process_set: Any,
     named: list[tuple[str, torch.Tensor]] | None,
     buffers: torch.nn.Module | NamedTensors | None,
+    average_gradients: bool | None = None,
 ) -> AveragingSpec:
     """Check the arguments of this learner's DistributedOptimizer call, and return their AveragingSpec."""
     require_supported(optimizer)
@@ -53,6 +56,7 @@ def make_spec(
     _require_joinable(strategy, world)
     if not world.is_plain and strategy.averages != "nothing":
         require_models(optimizer, named)
+    averages = averages_gradients(optimizer, average_gradients, functools.partial(is_inside, world))
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if strategy.averages != "nothing":
         inner_process_set(process_set, world)
@@ -70,10 +74,12 @@ def make_spec(
         **{name: getattr(config, name) for name in given},
         **inner,
         "op": _OPS.get(inner["op"], inner["op"]),
+        "average_gradients": averages,
     }
     arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
     moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
-    return AveragingSpec(strategy, config, trained, _floating(buffers), arguments, moments)
+    tensors = trained, _floating(buffers)
+    return AveragingSpec(strategy, config, *tensors, arguments, moments, averages)
 
 
 def _moments(

@@ -53,8 +53,8 @@ class AveragedTensors:
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self.parameters.add(named))
         ]
-        # whether the first step has found that no DistributedDataParallel averages the parameters' gradients
-        self._alone = False
+        # whether the first step has found that DistributedDataParallel does not average gradients, too
+        self._alone = not spec.averages_gradients
         # for parameters on devices: a Staging per shard, which copies to and from the engine; that of the own
         # shard last, as it checks for NaN after all corrections are applied
         self._stagings: list[Staging] = []

@@ -28,6 +28,9 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.training.presence import live
 
+# gradients that the script averages are compared in so many first steps, and then in every so many-th
+_COMPARED_FIRST, _COMPARED_EVERY = 4, 64
+
 __all__ = [
     "Reducible",
     "allreduce_grad_async",
@@ -146,6 +149,10 @@ def _pollable(handle: Any) -> list[int]:
 def synchronize(self: Any) -> None:
     """Wait until the gradients are averaged in the super learner; average them if backward() has not."""
     gradients = self._gradients
+    if not self._averaging.spec.averages_gradients:
+        self._averaging.require_running()
+        self._synchronized = True
+        return
     if gradients.averaged and gradients.by_backward and not self._handles:
         self._averaging.require_running()
         # as in Horovod, backward() may now add gradients to the averaged ones
@@ -158,6 +165,9 @@ def synchronize(self: Any) -> None:
 def average_for_step(self: Any) -> None:
     """Average, in step(), gradients that are not averaged yet; inside skip_synchronize() raise instead."""
     gradients, averaging = self._gradients, self._averaging
+    if not averaging.spec.averages_gradients:
+        _meet_for_step(self)
+        return
     if self._handles and not self._should_synchronize:
         raise GradientOrderError(
             f"step {averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
@@ -170,6 +180,34 @@ def average_for_step(self: Any) -> None:
         inner.replacements.step(inner.mates.sets, gradients.replaced(_reduced(self)))
     gradients.release()
     self._synchronized = False
+
+
+def _meet_for_step(self: Any) -> None:
+    """Wait for the mates of a step whose gradients the script has averaged; compare them in some steps.
+
+    Raises:
+        GradientOrderError: on all learners of the super learner, if their gradients differ.
+        LearnerFailedError: if a learner of the super learner has ended.
+    """
+    averaging, inner = self._averaging, self._averaging.super_learner
+    number = inner.mates.sets
+    compares = averaging.world.inner_size > 1 and (
+        number < _COMPARED_FIRST or number % _COMPARED_EVERY == 0
+    )
+    averaging.before_gradient(0, 0)  # publishes corrections
+    if compares:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        inner.replacements.step(number, grads)
+    with averaging.reducing(len(self._allreduce_delay), are_averaged=inner.has_failed):
+        inner.require_alive()
+    self._synchronized = False
+    if compares and inner.replacements.differ(number):
+        raise GradientOrderError(
+            f"step {averaging.step}: the gradients differ between the learners of super learner "
+            f"{averaging.world.super_rank}: the script does not average them (average_gradients=False). "
+            "Average them before step(), put DistributedDataParallel over hvd.super_learner_group() around "
+            "the model, or leave the argument out. Nothing was applied."
+        )
 
 
 def _is_called_by_scaler() -> bool:

@@ -32,6 +32,7 @@ class AveragingSpec:
         trained: (name, tensor) pairs of the parameters that the optimizer trains.
         buffers: (name, tensor) pairs of tensors that are averaged but not trained.
         moments: the moments of the optimizer that super learners share; None: none.
+        averages_gradients: whether this library, not the script, averages gradients in the super learner.
         arguments: "name=value" of each argument of DistributedOptimizer that is no tensor.
     """
 
@@ -41,6 +42,7 @@ class AveragingSpec:
     buffers: list[tuple[str, torch.Tensor]]
     arguments: list[str]
     moments: Adaptive | None = None
+    averages_gradients: bool = True
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:

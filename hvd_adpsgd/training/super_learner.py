@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 from hvd_adpsgd.collectives import of_communicator
@@ -19,8 +20,11 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.inner.horovod import HorovodInternalError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
+
+_LOOK_S = 0.05  # pause between two looks for failed learners
 
 __all__ = ["SuperLearner", "horovods", "meeting_of", "wrapping_failures"]
 
@@ -46,6 +50,7 @@ class SuperLearner:
         self, world: World, config: Config, step: Callable[[], int], stop: Callable[[str], None]
     ):
         self.world, self.step = world, step
+        self._look, self._failed = time.monotonic() + _LOOK_S, False
         self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
         with wrapping_failures(world, config.deadline_s):
             self.mates = Mates(world.inner, world.inner_rank)
@@ -67,6 +72,18 @@ class SuperLearner:
             if not failed and "shut down" not in str(error):
                 raise
             raise self._broken(failed) from None
+
+    def has_failed(self) -> bool:
+        """Whether a learner of this super learner has ended; looks at most 20 times a second."""
+        if time.monotonic() > self._look:
+            self._look = time.monotonic() + _LOOK_S
+            self._failed = bool(failed_comm_ranks(self.world.inner))
+        return self._failed
+
+    def require_alive(self) -> None:
+        """Raise HorovodInternalError if a learner has ended; `reducing` makes it a LearnerFailedError."""
+        if self._failed:
+            raise HorovodInternalError("a learner of the super learner has ended")
 
     @contextlib.contextmanager
     def meeting(self, doing: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 
-__all__ = ["require_models", "require_no_ddp", "require_supported"]
+__all__ = ["averages_gradients", "require_models", "require_no_ddp", "require_supported"]
 
 # Attributes of apex, DeepSpeed, Megatron and Transformer Engine with float32 copies of 16-bit parameters.
 _MASTERS = (
@@ -89,11 +89,9 @@ def require_models(
     """Raise a typed error unless the optimizer's parameters are the model's own, which averaging changes.
 
     Raises:
-        ModelMismatchError: for the parameters of a DistributedDataParallel model.
         UnsupportedOptimizerError: for float32 master copies of 16-bit parameters.
     """
     trained = set(_parameters(optimizer))
-    require_no_ddp(trained)
     where = _masters(optimizer, trained, [p for _, p in named or () if isinstance(p, torch.Tensor)])
     if where:
         raise UnsupportedOptimizerError(
@@ -103,20 +101,58 @@ def require_models(
         )
 
 
+def averages_gradients(
+    optimizer: torch.optim.Optimizer, asked: bool | None, is_inside: Callable[[Any], bool]
+) -> bool:
+    """Return whether this library, not the script, averages the optimizer's gradients in the super learner.
+
+    Args:
+        optimizer: the optimizer.
+        asked: what the script says; None: the library does, unless DistributedDataParallel does.
+        is_inside: tells whether a torch.distributed process group has the learners of this super learner.
+
+    Raises:
+        ModelMismatchError: for a DistributedDataParallel model over other learners than the super learner's,
+            or one whose gradients the library is asked to average, too.
+    """
+    ddp = _ddp_of(set(_parameters(optimizer)))
+    if ddp is None:
+        return asked is not False
+    if asked:
+        raise ModelMismatchError(
+            "average_gradients=True, and the optimizer's parameters belong to a DistributedDataParallel "
+            "model, which averages gradients itself. Leave the argument out."
+        )
+    if not is_inside(ddp.process_group):
+        raise ModelMismatchError(
+            "the optimizer's parameters belong to a DistributedDataParallel model over learners of several "
+            "super learners, or of a part of one. Leave DistributedDataParallel out, or pass it "
+            "process_group=hvd.super_learner_group()."
+        )
+    return False
+
+
 def require_no_ddp(trained: set[torch.Tensor]) -> None:
-    """Raise ModelMismatchError if a tensor in `trained` is a parameter of a DistributedDataParallel model.
+    """Raise ModelMismatchError if a tensor in `trained` is a parameter of a DistributedDataParallel model."""
+    if _ddp_of(trained) is not None:
+        raise ModelMismatchError(
+            "DistributedDataParallel was put around the model after hvd.DistributedOptimizer, and both would "
+            "average gradients. Leave it out, or put it around the model first, with "
+            "process_group=hvd.super_learner_group()."
+        )
+
+
+def _ddp_of(trained: set[torch.Tensor]) -> Any:
+    """Return the DistributedDataParallel model that has a parameter in `trained`; None if there is none.
 
     Looks through all objects of the process, if it has initialized torch.distributed.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
+        return None
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel) and trained & set(thing.parameters()):
-            raise ModelMismatchError(
-                "the optimizer's parameters belong to a DistributedDataParallel model, which averages "
-                "gradients in a process group of its own. Leave DistributedDataParallel out: "
-                "hvd.DistributedOptimizer averages them in the super learner."
-            )
+            return thing
+    return None
 
 
 def _masters(

@@ -13,7 +13,6 @@ the same order everywhere, torch.distributed needs the same order everywhere.
 from __future__ import annotations
 
 # ruff: noqa: F403
-
 from hvd_adpsgd.inner.over_torch import compression, sync_batch_norm
 from hvd_adpsgd.inner.over_torch.compression import Compression
 from hvd_adpsgd.inner.over_torch.functions import (

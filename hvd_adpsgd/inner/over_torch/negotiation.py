@@ -15,7 +15,7 @@ from hvd_adpsgd.inner.over_torch.link import Link
 from hvd_adpsgd.inner.over_torch.names import HorovodInternalError
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision, Order, Request
-from hvd_adpsgd.inner.over_torch.transfers import Transfers
+from hvd_adpsgd.inner.over_torch.transfers import Transfers, Work
 
 __all__ = ["Negotiation"]
 
@@ -48,11 +48,11 @@ class Negotiation:
         self._rank, self._links, self._transfers = rank, links, transfers
         self._order = Order(size)
         self._lock = threading.Lock()
-        self._pending: dict[str, Pending] = {}  # by name, until they are over; guarded by _lock
+        self._pending: dict[str, Pending] = {}  # by name, until they are decided; guarded by _lock
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._batches: queue.SimpleQueue[list[Decision] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
         self._undone = 0  # batches that are decided and not run; guarded by _lock
-        self._current: list[Pending] = []  # what runs now; guarded by _lock
+        self._decided: list[Pending] = []  # of these batches; guarded by _lock
         self._over = ""  # why no operation runs any more; guarded by _lock
         self._has_run = self._has_said = False  # nothing runs any more; the others know
         self._awaited = set(links)  # learners that have not said "ended"
@@ -125,7 +125,7 @@ class Negotiation:
                 if self._has_run and not self._has_said:
                     self._has_said = True
                     self._say_ended()
-        self._fail("Horovod has been shut down.")
+        self._fail("Horovod has been shut down.", decided_too=True)
         self.close()
         self._awake.close()
 
@@ -163,7 +163,7 @@ class Negotiation:
         elif word == "stop" and not self._over:
             if self._rank == 0:
                 self._send(["stop"])
-            self._end("Horovod has been shut down.")
+            self._end("Horovod has been shut down.", decided_too=False)
         elif word == "run":
             self._start([Decision(Request(*request), *more) for request, *more in rest[0]])
         elif word == "failed":
@@ -186,13 +186,13 @@ class Negotiation:
             self._say_ended()
 
     def _end_without(self, rank: int) -> None:
-        self._end(f"learner {rank} of the super learner has ended")
+        self._end(f"learner {rank} of the super learner has ended", decided_too=True)
         self._transfers.abort()
 
-    def _end(self, why: str) -> None:
-        """Begin to end: fail what is pending, run nothing new."""
+    def _end(self, why: str, decided_too: bool) -> None:
+        """Begin to end: fail what is pending, decide nothing new; what is decided runs if all are alive."""
         if not self._over:
-            self._fail(why)
+            self._fail(why, decided_too)
             self._batches.put(None)
 
     def _say_ended(self) -> None:
@@ -202,10 +202,10 @@ class Negotiation:
         elif not self._awaited:
             self._send(["close"])
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, decided_too: bool) -> None:
         with self._lock:
             self._over = self._over or why
-            pendings = [*self._pending.values(), *self._current]
+            pendings = [*self._pending.values(), *(self._decided if decided_too else ())]
             self._pending = {}
         for pending in pendings:
             pending.fail(HorovodInternalError(self._over))
@@ -223,9 +223,12 @@ class Negotiation:
             self._start(decided)
 
     def _start(self, decided: list[Decision]) -> None:
+        """Hand decided operations to the thread that runs them; without a pending one during join()."""
         with self._lock:
             self._undone += 1
-        self._batches.put(decided)
+            works = [(each, self._pending.pop(each.request.name, None)) for each in decided]
+            self._decided += [pending for _, pending in works if pending is not None]
+        self._batches.put(works)
 
     def _tell_stalled(self) -> None:
         """Warn of an operation for which some learners have waited a minute; Horovod does, too."""
@@ -246,23 +249,14 @@ class Negotiation:
     # ---- the thread that runs -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (decided := self._batches.get()) is not None:
-            works = [(decision, self._taken(decision.request)) for decision in decided]
+        while (works := self._batches.get()) is not None:
             self._transfers.run([work for work in works if not work[0].error])
             for decision, pending in works:
                 if decision.error and pending is not None:
                     pending.fail(HorovodInternalError(decision.error))
             with self._lock:
                 self._undone -= 1
-                self._current = []
+                self._decided = [pending for pending in self._decided if not pending.is_over]
             self._ring()
         self._has_run = True
         self._ring()
-
-    def _taken(self, request: Request) -> Pending | None:
-        """Return the pending operation of a decision; None for a reduction of others during join()."""
-        with self._lock:
-            pending = self._pending.pop(request.name, None)
-            if pending is not None:
-                self._current.append(pending)
-            return pending

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.inner.over_torch import world
+from hvd_adpsgd.inner.over_torch.adasum_optimizer import AdasumMethods
 from hvd_adpsgd.inner.over_torch.compression import Compression
 from hvd_adpsgd.inner.over_torch.functions import broadcast_object
 from hvd_adpsgd.inner.over_torch.names import Adasum, Average, global_process_set
@@ -22,7 +23,6 @@ from hvd_adpsgd.inner.over_torch.operations import (
     sparse_allreduce_async,
     synchronize,
 )
-from hvd_adpsgd.inner.over_torch.refused import refuse
 
 __all__ = ["OPTIMIZERS", "DistributedOptimizer"]
 
@@ -199,6 +199,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super(self.__class__, self).load_state_dict(*args, **kwargs)
 
 
+# whose constructor sets all attributes, and whose methods are those of wrapped optimizers
 OPTIMIZERS: tuple[type, ...] = (_DistributedOptimizer,)
 
 
@@ -217,14 +218,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """Return an optimizer of the class of `optimizer` that averages gradients in the super learner."""
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if op == Adasum:
-        refuse("DistributedOptimizer(op=hvd.Adasum)")
     if groups is None and num_groups:
         groups = num_groups
-    methods = {k: v for k, v in vars(_DistributedOptimizer).items() if not k.startswith("__w")}
-    methods.pop("__dict__", None)
+    adasum = op == Adasum and world.size() > 1
+    methods = _methods(_DistributedOptimizer) | (_methods(AdasumMethods) if adasum else {})
     kind = type(optimizer.__class__.__name__, (optimizer.__class__,), methods)
-    return kind(
+    wrapped = kind(
         optimizer.param_groups,
         named_parameters,
         compression,
@@ -235,6 +234,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense,
         process_set,
     )
+    if adasum:
+        for parameter in wrapped._requires_update:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        parameters = wrapped._parameter_names
+        wrapped._starting_models = {p: torch.zeros_like(p, requires_grad=False) for p in parameters}
+    return wrapped
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    own = ("__dict__", "__weakref__", "__module__", "__doc__", "__annotations__")
+    return {name: value for name, value in vars(kind).items() if name not in own}
 
 
 def _first(pair: tuple[str, torch.Tensor]) -> str:

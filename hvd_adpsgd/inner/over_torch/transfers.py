@@ -15,7 +15,7 @@ from hvd_adpsgd.inner.over_torch.names import Adasum, Average, Max, Min, Product
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
 
-__all__ = ["Transfers", "split_rows"]
+__all__ = ["Transfers", "Work", "split_rows"]
 
 _FUSED_NBYTES = 2**26  # largest buffer in which small tensors are reduced together, as in Horovod
 _REDUCE: dict[int, Any] = {
@@ -204,7 +204,9 @@ class Transfers:
         if output.numel():
             output = torch.cat(pieces).view(tensor.dtype).view(output.shape)
         is_even = decision.request.same[3]
-        return [output if is_even else (output, torch.tensor(received, dtype=torch.int32, device="cpu"))]
+        return [
+            output if is_even else (output, torch.tensor(received, dtype=torch.int32, device="cpu"))
+        ]
 
     def _barrier(self, decision: Decision, pending: Pending) -> list[None]:
         return [None]  # all learners have announced it: that was the wait

@@ -22,6 +22,7 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import UnsupportedOptimizerError
+from hvd_adpsgd.inner import backend
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -724,10 +725,11 @@ def main() -> None:
     for name, case in ALONE.items():
         say(case=name, **outcome(case))
     hvd.shutdown()
-    sets: Any = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]
-    hvd.init(process_sets=sets, config=Config(super_learner_size=4))
-    say(case="other_sets", **outcome(functools.partial(other_sets, *sets)))
-    hvd.shutdown()
+    if backend() == "horovod":
+        sets: Any = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]
+        hvd.init(process_sets=sets, config=Config(super_learner_size=4))
+        say(case="other_sets", **outcome(functools.partial(other_sets, *sets)))
+        hvd.shutdown()
     hvd.init(config=Config(super_learner_size=2, timeline="/nowhere/at/all.json"))
     say(case="no_timeline", **outcome(value()))
 

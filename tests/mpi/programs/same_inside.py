@@ -25,7 +25,6 @@ from learner import (
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.inner import backend
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.training.reports import metrics_of
 
@@ -487,10 +486,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "buffers": lambda: Normalized("buffers"),
     "no_buffers": lambda: Normalized("no_buffers"),
 }
-
-
-if backend() == "torch":
-    del CASES["adasum"]  # refused: see tests/mpi/test_inner.py
 
 
 def main() -> None:
