@@ -327,6 +327,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "argument num_groups": ("StrategyMismatchError", ("num_groups=0", "num_groups=1")),
     "argument groups": ("StrategyMismatchError", ("groups=None", "groups=[[weight, bias]]")),
     "argument sparse_as_dense": ("StrategyMismatchError", ("dense=False", "dense=True")),
+    "argument average_gradients": ("StrategyMismatchError", ("_gradients=True", "=False")),
     "argument averaging": ("StrategyMismatchError", ("=random_pairs", "=fixed_ring")),
     "argument exchanges_per_step": ("StrategyMismatchError", ("step=1", "step=0.5")),
     "argument exchange_share": (

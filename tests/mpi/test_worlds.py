@@ -434,9 +434,10 @@ def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
     """
     result = run_learners(4, program)
     assert result.by_rank() == [{"rank": 2, "total": 5.0}, {"rank": 3, "total": 5.0}]
-    # no engine has seen the failure; shutdown() does, if all that live get there within the deadline
+    # no engine has seen the failure; shutdown() does, if all that live get there within the deadline; else
+    # learner 0, whose status the launcher does not return, may tell of it alone
     told = "failed while all learners were leaving" in result.stderr
-    assert result.returncode == (FAILED_STATUS if told else 0), result.report()
+    assert result.returncode in ((FAILED_STATUS, 0) if told else (0,)), result.report()
     assert "HorovodInternalError" in result.stderr
 
 

@@ -10,7 +10,7 @@ import ctypes
 import gc
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 
 class Torch:
@@ -45,6 +45,9 @@ def compiler() -> ModuleType:
     module = ModuleType("torch._dynamo")
     module.disable = lambda fn, *args, **how: fn  # type: ignore[attr-defined]
     module.graph_break = lambda *args: None  # type: ignore[attr-defined]
+    # init_process_group and DistributedDataParallel ask for these
+    module.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # type: ignore[attr-defined]
+    module.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")  # type: ignore[attr-defined]
     return module
 
 

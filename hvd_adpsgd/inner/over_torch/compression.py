@@ -9,7 +9,7 @@ import torch
 __all__ = ["Compression"]
 
 
-class _NoCompression:
+class NoneCompressor:
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor, None
@@ -19,7 +19,7 @@ class _NoCompression:
         return tensor
 
 
-class _HalfCompression:
+class FP16Compressor:
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         half = tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor
@@ -33,5 +33,5 @@ class _HalfCompression:
 class Compression:
     """Compression of tensors for an allreduce: none, or float16."""
 
-    none = _NoCompression
-    fp16 = _HalfCompression
+    none = NoneCompressor
+    fp16 = FP16Compressor

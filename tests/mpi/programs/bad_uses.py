@@ -110,6 +110,7 @@ OTHER: dict[str, Any] = {
     "wire_dtype": "bfloat16",
     "moments": "own",
     "buffers": lambda model, named: nn.BatchNorm1d(1),
+    "average_gradients": False,
 }
 
 

@@ -1,0 +1,131 @@
+"""Super learners over torch.distributed, in place of Horovod: the same tests, and what only they have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.launcher import run_learners
+from tests.mpi.test_optimizer import (
+    PROGRAMS,
+    SIZE,
+    Facts,
+    by_case,
+    launch,
+    like_horovod,
+    require_trained,
+)
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+INNER = {"HVD_ADPSGD_INNER": "torch"}
+# one of each kind of gradients: dense, sparse, in groups, accumulated, of a closure, in changing graphs
+CASES = ("AdamW", "closure", "accumulate", "dynamic", "groups", "adasum", "sparse", "scaled")
+
+
+@functools.cache
+def trained() -> dict[str, list[Facts]]:
+    return by_case(launch(4, "same_inside.py", *CASES, **INNER, **{SIZE: "2"}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_inside(name: str) -> None:
+    require_trained(trained()[name], 4)
+
+
+@pytest.mark.extended
+def test_same_inside_in_every_case() -> None:
+    cases = by_case(launch(4, "same_inside.py", **INNER, **{SIZE: "2"}))
+    assert len(cases) > 30
+    for said in cases.values():
+        require_trained(said, 4)
+
+
+def test_synchronous_training_is_horovods() -> None:
+    """Of two learners to the bit: a sum of two numbers has one value."""
+    plain, _ = like_horovod(2, "horovod.torch")
+    ours, _ = like_horovod(2, "hvd_adpsgd.torch", **INNER)
+    assert [facts["SGD bits"] for facts in ours] == [facts["SGD bits"] for facts in plain]
+    assert [facts["SGD losses"] for facts in ours] == [facts["SGD losses"] for facts in plain]
+
+
+@functools.cache
+def said() -> list[dict[str, Any]]:
+    """What each learner said; the launch ends with an error, as its last learner is killed."""
+    result = run_learners(4, PROGRAMS / "inner.py", env={**INNER, SIZE: "2"})
+    assert result.returncode != 0, result.report()
+    found = result.by_rank()
+    assert len(found) == 4 and "still" in found[0], result.report()
+    return found
+
+
+def test_operations_against_numpy() -> None:
+    for facts in said():
+        assert facts["wrong"] == []
+        assert facts["differentiable"]
+
+
+def test_a_mismatch_is_an_error_on_all_and_harms_nothing() -> None:
+    for facts in said():
+        assert facts["mismatch"].startswith("HorovodInternalError"), facts
+        for part in ("'allreduce.x' differs", "learner 0 calls", "learner 1 calls", "[2]", "[3]"):
+            assert part in facts["mismatch"], facts
+        assert facts["after"] == [2, 2]
+
+
+@pytest.mark.parametrize("who", ["ours", "ddp"])
+def test_gradients_are_averaged_by_the_library_or_by_ddp(who: str) -> None:
+    for facts in said():
+        assert all(facts[who]["same"]), facts
+        assert facts[who]["moved"]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("nobody", ("GradientOrderError", "step 0", "average_gradients=False", "Nothing was")),
+        ("twice", ("ModelMismatchError", "average_gradients=True", "Leave the argument out")),
+        ("wrong_group", ("ModelMismatchError", "process_group=hvd.super_learner_group()")),
+    ],
+)
+def test_neither_twice_nor_never(case: str, parts: tuple[str, ...]) -> None:
+    for facts in said():
+        for part in parts:
+            assert part in facts[case], facts
+
+
+def test_a_learner_that_ends_takes_its_super_learner_and_nobody_else() -> None:
+    first, second, mate, _ = said()
+    assert first["still"] == second["still"] == [2, 2]
+    assert "LearnerFailedError" in mate["lost"] or "has ended" in mate["lost"], mate
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("gloo", marks=pytest.mark.extended)])
+def test_without_mpi(launcher: str) -> None:
+    result = run_learners(
+        4,
+        PROGRAMS / "same_inside.py",
+        args=["SGD"],
+        env={**INNER, SIZE: "2"},
+        launcher=launcher,
+    ).checked()
+    require_trained(by_case(result)["SGD"], 4)
+
+
+def test_one_learner_with_another_backend_is_an_error_on_all() -> None:
+    program = """
+        import os
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        os.environ["HVD_ADPSGD_INNER"] = "torch" if rank else "horovod"
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import ConfigError
+        try:
+            hvd.init()
+        except ConfigError as error:
+            say(rank=rank, error=str(error))
+    """
+    for facts in run_learners(2, program).by_rank():
+        assert "HVD_ADPSGD_INNER differs between learners" in facts["error"]
+        assert "horovod on learner 0, torch on learner 1" in facts["error"]
