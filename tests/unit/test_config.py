@@ -17,6 +17,7 @@ DEFAULTS = {
     "averaging": "random_pairs",
     "exchanges_per_step": 1.0,
     "exchange_share": 1.0,
+    "inner": None,
     "shard": None,
     "engine_cpus": None,
     "max_staleness": None,

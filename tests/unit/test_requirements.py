@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -26,7 +27,8 @@ def test_package_imports_and_its_torch_interface_names_the_cure(module, cure):
         f"import sys; sys.modules[{module!r}] = None; import hvd_adpsgd; import hvd_adpsgd.strategies; "
         "print('base'); import hvd_adpsgd.torch"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    env = {**os.environ, "HVD_ADPSGD_INNER": "horovod"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert answer.stdout == "base\n"
     last = answer.stderr.strip().splitlines()[-1]
     start = f"MissingRequirementError: hvd_adpsgd.torch needs {module}, which is not installed"

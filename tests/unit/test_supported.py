@@ -12,7 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 from hvd_adpsgd.training.parameters import Parameters
-from hvd_adpsgd.training.supported import require_models, require_supported
+from hvd_adpsgd.training.supported import (
+    averages_gradients,
+    require_models,
+    require_no_ddp,
+    require_supported,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +61,21 @@ def test_parameters_without_values_are_refused(model: torch.nn.Module, cure: str
 
 
 @pytest.mark.usefixtures("process_group")
-def test_ddp_is_refused_and_its_neighbours_are_not() -> None:
+def test_ddp_averages_gradients_inside_a_super_learner_and_nowhere_else() -> None:
     plain, model = linear(), linear()
     ddp = DistributedDataParallel(model)
-    with pytest.raises(ModelMismatchError, match="DistributedDataParallel"):
-        require_models(sgd(ddp), None)
-    require_models(sgd(plain), None)
+    inside, outside = (lambda group: True), (lambda group: False)
+    assert not averages_gradients(sgd(ddp), None, inside)
+    assert not averages_gradients(sgd(ddp), False, inside)
+    with pytest.raises(ModelMismatchError, match="average_gradients=True"):
+        averages_gradients(sgd(ddp), True, inside)
+    with pytest.raises(ModelMismatchError, match="super_learner_group"):
+        averages_gradients(sgd(ddp), None, outside)
+    with pytest.raises(ModelMismatchError, match="first"):
+        require_no_ddp(set(ddp.parameters()))
+    assert averages_gradients(sgd(plain), None, outside)
+    assert not averages_gradients(sgd(plain), False, outside)
+    require_no_ddp(set(plain.parameters()))
 
 
 @pytest.mark.usefixtures("process_group")

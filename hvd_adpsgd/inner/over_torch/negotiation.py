@@ -240,7 +240,7 @@ class Negotiation:
                 self._told[name] = float("inf")
                 log.warning(
                     "operation %r waits since %g s for learners %s of the super learner, which have not "
-                    "called it. Look for a branch that only some learners take.",
+                    "called it. Call it on all learners: look for a branch that only some take.",
                     name,
                     _STALL_S,
                     waiting[name],

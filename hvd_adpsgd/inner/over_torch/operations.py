@@ -327,7 +327,7 @@ def alltoall_async(
     if len(counts) != size or sum(counts) != rows:
         raise HorovodInternalError(
             f"alltoall of {rows} rows with splits {counts}: needed are {size} splits, whose sum is the "
-            "number of rows. Pass one number of rows per learner of the super learner."
+            "number of rows. Pass a number of rows for each learner of the super learner."
         )
     (dtype, shape), *_ = _specs([tensor])
     same = [tensor.device.type, dtype, shape[1:], splits is None]
