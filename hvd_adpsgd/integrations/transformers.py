@@ -1,0 +1,165 @@
+"""Hugging Face Transformers: a Trainer whose processes are the learners.
+
+    from hvd_adpsgd.integrations.transformers import AdpsgdTrainer, AdpsgdTrainingArguments
+
+in place of Trainer and TrainingArguments. What is evaluated, saved and left behind by train() is the mean of
+the super learners' models. The Trainer waits for the slowest learner where it evaluates and saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers.trainer as its_trainer
+from accelerate.state import AcceleratorState
+from accelerate.utils import find_batch_size, recursively_apply
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import ParallelMode
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
+from hvd_adpsgd.integrations.accelerate_processes import follow_survivors, join_learners
+
+__all__ = ["AdpsgdTrainer", "AdpsgdTrainingArguments"]
+
+
+class AdpsgdTrainingArguments(TrainingArguments):
+    """transformers.TrainingArguments whose processes are the learners of hvd_adpsgd; calls hvd.init()."""
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # of earlier arguments, as Transformers does
+        self.distributed_state = join_learners(cpu=self.use_cpu)
+        device: torch.device = self.distributed_state.device
+        self._n_gpu = int(device.type == "cuda")
+        return device
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """No torch.distributed: the Trainer must not call it."""
+        return ParallelMode.NOT_PARALLEL
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        state = self.distributed_state
+        with state.local_main_process_first() if local else state.main_process_first():
+            yield
+
+
+class AdpsgdTrainer(Trainer):
+    """transformers.Trainer for learners of hvd_adpsgd; `args` are AdpsgdTrainingArguments.
+
+    All learners call train, evaluate, predict and save_model together. The optimizer is wrapped by
+    hvd.DistributedOptimizer, unless one of `optimizers=` already is. Evaluation is divided over all learners,
+    with one result on all. The strategy is that of HVD_ADPSGD_AVERAGING.
+
+    Raises:
+        ConfigError: for other arguments, FSDP, DeepSpeed, or `dispatch_batches`.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if not isinstance(self.args, AdpsgdTrainingArguments):
+            raise ConfigError(
+                f"AdpsgdTrainer got args={type(self.args).__name__}, which start torch.distributed, allowed "
+                "are AdpsgdTrainingArguments. Pass these."
+            )
+        plain = its_trainer.Accelerator
+        its_trainer.Accelerator = AdpsgdAccelerator
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            its_trainer.Accelerator = plain
+        self.accelerator.passes = self.args.gradient_accumulation_steps
+
+    @contextlib.contextmanager
+    def _mean_model(self) -> Iterator[None]:
+        """Inside the `with` block the model is the mean, and the surviving learners share the work."""
+        assert self.model is not None
+        with hvd.averaged(self.model, buffers=True):
+            follow_survivors()
+            yield
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().train(*args, **kwargs)
+        assert self.model is not None
+        hvd.average_model(self.model)
+        return output
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._mean_model():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._mean_model():
+            return super().predict(*args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with self._counting_own_tokens():
+            return super().prediction_step(model, self._without_repeats(inputs), *args, **kwargs)
+
+    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The last batch without rows that fill it up, which would count in its mean loss.
+
+        If all rows are such, they stay: gather_for_metrics drops them.
+        """
+        loading, rows = self.accelerator.gradient_state, find_batch_size(inputs)
+        if not loading.end_of_dataloader or loading.remainder <= 0 or rows is None:
+            return inputs
+        own = loading.remainder - self.accelerator.process_index * rows
+        return recursively_apply(lambda t: t[:own] if own > 0 else t, inputs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # _save_checkpoint holds the mean already
+        with contextlib.nullcontext() if _internal_call else self._mean_model():
+            super().save_model(output_dir, _internal_call)
+            hvd.barrier()  # the files are there when a learner goes on
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        with self._mean_model():
+            super()._save_checkpoint(model, trial)
+            best = hvd.broadcast_object(self.state.best_model_checkpoint, root_rank=None)
+            self.state.best_model_checkpoint = best
+
+    def _load_best_model(self) -> None:
+        with hvd.averaging_paused():
+            super()._load_best_model()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Tokens of the super learner's batches, scaled to all learners, which no learner waits for."""
+        across = self.args.average_tokens_across_devices
+        with self._counting_own_tokens():
+            items = super()._get_num_items_in_batch(batch_samples, device)
+        if not across or not torch.is_tensor(items):
+            return items
+        mean = hvd.allreduce(items.float(), op=hvd.Average, process_set=hvd.super_learner)
+        return mean * self.accelerator.num_processes
+
+    @contextlib.contextmanager
+    def _counting_own_tokens(self) -> Iterator[None]:
+        """Inside the `with` block, losses are means over this learner's tokens."""
+        across = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = across
+
+    def is_local_process_zero(self) -> bool:
+        return hvd.local_rank() == 0 or hvd.is_coordinator()
+
+    def is_world_process_zero(self) -> bool:
+        return hvd.is_coordinator()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            hvd.log(loss=logs["loss"])
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        super().log(logs, start_time)
