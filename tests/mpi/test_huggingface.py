@@ -1,0 +1,177 @@
+"""Trainings by Transformers' Trainer and by Accelerate: the scripts of docs/huggingface.md, and more."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import Result, run_learners
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None
+        or importlib.util.find_spec("accelerate") is None,
+        reason="no Transformers",
+    ),
+]
+
+PROGRAM = Path(__file__).with_name("programs") / "huggingface.py"
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def run(folder: Path, *parts: str, size: int = 2, launcher: str = "mpirun") -> Result:
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size), **QUIET}
+    return run_learners(4, PROGRAM, args=[str(folder), *parts], env=env, launcher=launcher)
+
+
+def test_trainer_and_accelerate(tmp_path: Path) -> None:
+    """One launch: both scripts of the page, then what they do not show."""
+    parts = ("page_trainer", "best_and_resume", "first_step", "page_accelerate", "operations")
+    learners = run(tmp_path, *parts).checked().by_rank()
+    assert len(learners) == 4
+    check_page(learners)
+    for facts in learners:
+        check_best_and_resume(facts)
+        check_first_step(facts)
+        check_operations(facts)
+    check_held_together([facts["clipped"] for facts in learners])
+
+
+def check_page(learners: list[dict]) -> None:
+    """The page's own scripts: models, checkpoints, metrics."""
+    steps = [facts["steps"] for facts in learners]
+    assert steps[0] == steps[1]  # bit-identical in a super learner, after each step
+    assert steps[2] == steps[3]
+    assert len(steps[0]) == 6  # of 5 batches an epoch the last makes a step alone
+    assert any(a != b for a, b in zip(steps[0], steps[2], strict=True))
+    for facts in learners:
+        assert list(facts["checkpoints"]) == ["3", "6"]
+        assert max(facts["checkpoints"].values()) < 1e-6  # each is the mean
+        assert facts["final"] == 0.0
+        assert facts["metrics"]["eval_rows"] == 20
+        assert facts["metrics"]["eval_loss"] == pytest.approx(facts["loss"], rel=1e-5)
+        assert facts["metrics"]["eval_accuracy"] == pytest.approx(facts["accuracy"], rel=1e-6)
+        assert max(facts["norms"]) > 0.5  # max_grad_norm: gradients were clipped
+        assert facts["main"] == (facts["rank"] == 0)
+        assert (facts["held_out"], facts["right"]) == (60, facts["expected"])
+        assert facts["apart"] == 0.0
+        assert facts["file"] and facts["last_state"]
+
+
+def check_best_and_resume(facts: dict) -> None:
+    """23 rows: 3 batches per learner and epoch, 2 steps, the second of one batch."""
+    assert facts["best"] == "checkpoint-2"
+    assert facts["best_apart"] == 0.0
+    assert facts["best_saved"] == 0.0
+    assert facts["last_apart"] > 0.0
+    assert facts["remainder"] == 6
+    check_resumed(facts)
+
+
+def check_resumed(facts: dict) -> None:
+    assert (facts["resumed_steps"], facts["resumed_to"]) == (4, 6)
+    assert facts["optimizer_steps"] == [6]
+    assert facts["scheduler_steps"] == 6
+    assert facts["resumed_rows"]
+    assert max(facts["resumed_checkpoints"].values()) < 1e-6
+
+
+def check_first_step(facts: dict) -> None:
+    assert sorted(facts["step_rows"]) == list(range(16))  # each row on one learner
+    assert facts["step_error"] < 1e-3 * facts["step_size"]
+
+
+def check_operations(facts: dict) -> None:
+    def row(n: int, first: bool) -> list[float]:
+        own, filled = [float(n)] * (n + 1), [-1.0] * (3 - n)
+        return filled + own if first else own + filled
+
+    rank = facts["rank"]
+    assert facts["padded"] == [row(rank, False)] * 2
+    assert facts["first"] == [row(rank, True)] * 2
+    assert facts["numbers"] == list(range(13))
+    assert facts["names"] == [str(i) for i in range(13)]
+    assert [sorted(epoch) for epoch in facts["epochs"]] == [list(range(16))] * 2
+    assert facts["epochs"][0] != facts["epochs"][1]
+    assert facts["parts"] == [2, 2, 1, 1]
+    assert (facts["mean"], facts["highest"]) == (1.5, 3)
+    assert facts["once"] == (0 if rank == 0 else None)
+    assert len(set(facts["started"])) == 1  # all with the model of the first
+    for told in facts["norms_by_super"]:
+        (first, second) = ({norm for of, norm in told if of == k} for k in (0, 1))
+        assert len(first) == len(second) == 1 and first != second
+
+
+def check_held_together(clipped: list[list]) -> None:
+    assert clipped[0] == clipped[1]
+    assert clipped[2] == clipped[3]
+
+
+@pytest.mark.extended
+def test_rank_0_is_killed(tmp_path: Path) -> None:
+    result = run(tmp_path, "killed")
+    assert result.returncode != 0
+    ended = result.by_rank()
+    assert [facts["rank"] for facts in ended] == [2, 3], result.report()
+    for facts in ended:
+        assert facts["failed"] == [0, 1]
+        assert facts["step"] == 18
+        assert facts["rows"] == 7  # of all data, by the survivors
+        assert facts["main"] == (facts["rank"] == 2)
+        assert facts["final"] == 0.0 and facts["finite"]
+        assert "checkpoint-18" in facts["checkpoints"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["torchrun", "gloo", "horovodrun"])
+def test_scripts_of_the_page_under_other_launchers(launcher: str, tmp_path: Path) -> None:
+    parts = ("page_trainer", "page_accelerate")
+    check_page(run(tmp_path, *parts, launcher=launcher).checked().by_rank())
+
+
+@pytest.mark.extended
+def test_another_number_of_super_learners_resumes_and_iterable_data_are_divided(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, "best_and_resume").checked()
+    for facts in run(tmp_path, "resume", "iterable", "refusals", size=1).checked().by_rank():
+        check_resumed(facts)
+        assert facts["rows_of_all"] == list(range(40))
+        assert "dispatch_batches=true" in facts["refused"][0]
+        assert "Pass these" in facts["refused"][1]
+
+
+LATE = """
+import sys; sys.modules.pop("torch._dynamo", None)
+import accelerate
+import hvd_adpsgd.torch as hvd
+accelerate.Accelerator(cpu=True)
+from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
+try:
+    AdpsgdAccelerator()
+except RuntimeError as error:
+    say(rank=hvd.rank(), name=type(error).__name__, told=str(error))
+"""
+
+
+@pytest.mark.extended
+def test_a_process_group_of_accelerate_is_refused() -> None:
+    for facts in run_learners(2, LATE, launcher="torchrun").checked().by_rank():
+        assert facts["name"] == "WorldError"
+        assert "Accelerate runs 2 processes of its own" in facts["told"]
+
+
+@pytest.mark.extended
+def test_one_super_learner_is_plain_horovod(tmp_path: Path) -> None:
+    for facts in (
+        run(tmp_path, "best_and_resume", "first_step", "operations", size=4).checked().by_rank()
+    ):
+        check_best_and_resume(facts)
+        check_first_step(facts)
