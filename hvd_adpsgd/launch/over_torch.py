@@ -46,6 +46,6 @@ def start_over_torch(world: World) -> None:
     except OSError as error:
         raise LaunchError(
             f"init(): the learners of super learner {world.super_rank} do not connect to learner "
-            f"{world.groups[world.super_rank][0]} at {address}: {error}. Look for a firewall between "
-            "them, and name the network that their hosts share in HVD_ADPSGD_NICS."
+            f"{world.groups[world.super_rank][0]} at {address}: {error}. Name the network that their "
+            "hosts share in HVD_ADPSGD_NICS, and look for a firewall between them."
         ) from error

@@ -102,8 +102,37 @@ def test_a_learner_that_ends_takes_its_super_learner_and_nobody_else() -> None:
     assert "LearnerFailedError" in mate["lost"] or "has ended" in mate["lost"], mate
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("gloo", marks=pytest.mark.extended)])
-def test_without_mpi(launcher: str) -> None:
+def test_without_horovod() -> None:
+    """Found missing at the import: a host's learners are two super learners, or plain synchronous ones."""
+    program = """
+        import sys
+        sys.modules["horovod"] = None  # as where it is not installed
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.launch import world as worlds
+        hvd.init()
+        model = torch.nn.Linear(4, 1)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        start = [p.detach().clone() for p in model.parameters()]
+        for step in range(5):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4)) - hvd.rank()).square().mean().backward()
+            optimizer.step()
+        models = worlds.current().inner.allgather([p.tolist() for p in model.parameters()])
+        moved = any(not torch.equal(a, b) for a, b in zip(start, model.parameters()))
+        say(rank=hvd.rank(), supers=hvd.super_size(), same=models[0] == models[1], moved=moved)
+    """
+    for size, supers in (("2", 2), ("4", 1)):
+        result = run_learners(4, program, env={SIZE: size}, launcher="torchrun").checked()
+        for facts in result.by_rank():
+            assert facts["supers"] == supers
+            assert facts["same"] and facts["moved"], facts
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["torchrun", "gloo", "horovodrun"])
+def test_other_launchers(launcher: str) -> None:
     result = run_learners(
         4,
         PROGRAMS / "same_inside.py",
