@@ -1,1 +1,1 @@
-"""Doors for training frameworks: each module imports the face (hvd_adpsgd.torch) and its framework."""
+"""Training frameworks that train with this library; each module needs its framework installed."""

@@ -1,0 +1,200 @@
+"""Lightning trains with this library: `Trainer(strategy=AdpsgdStrategy())`; docs/lightning.md has a script.
+
+Importing this module registers the name "hadpsgd", too. Lightning starts no process and no process group: the
+job runs under any launcher of this library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torchmetrics import Metric
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = ["AdpsgdStrategy"]
+
+_OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+
+
+class _Learners(ClusterEnvironment):
+    """The learners of the job. Given it, Lightning looks for no launcher, which would start MPI."""
+
+    creates_processes_externally = True
+    main_address, main_port = "", 0  # of torch.distributed, which is not used
+    detect = staticmethod(hvd.is_initialized)
+    world_size, global_rank = staticmethod(hvd.size), staticmethod(hvd.rank)
+    local_rank, node_rank = staticmethod(hvd.local_rank), staticmethod(hvd.cross_rank)
+    set_world_size = set_global_rank = staticmethod(lambda _: None)  # the launcher did
+
+
+class AdpsgdStrategy(ParallelStrategy):
+    """Gradients are averaged in the super learner, models between super learners.
+
+    Validation, test, predict and checkpoints use the mean of all super learners; after fit() it is the model.
+    In training_step, reductions and gathers are over the super learner, so no step waits for another one.
+
+    Args:
+        **options: of hvd.DistributedOptimizer (averaging=, exchange_share=, ...); by default
+            backward_passes_per_step is Trainer's accumulate_grad_batches. Errors are those of hvd.init().
+    """
+
+    strategy_name = "hadpsgd"
+    is_distributed = True  # each learner gets its own part of the data
+    is_global_zero = property(lambda self: hvd.is_coordinator())
+
+    def __init__(self, **options: Any) -> None:
+        hvd.init()
+        super().__init__(cluster_environment=_Learners())
+        self._options = options
+        self._mean, self._holds_mean = contextlib.ExitStack(), False
+        self._process_set: Any = None  # of reductions and gathers; None is all learners
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[hvd.local_rank() % len(self.parallel_devices)]
+
+    def set_world_ranks(self) -> None:
+        """Let Lightning print and log on the coordinator: another learner, once rank 0 has failed."""
+        rank_zero_only.rank = 0 if self.is_global_zero else hvd.rank()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+
+    def setup(self, trainer: Any) -> None:
+        if self._layer_sync is not None:
+            raise ConfigError("Trainer(sync_batchnorm=True): put hvd.SyncBatchNorm in the model.")
+        # with Lightning's handler of SIGTERM a super learner would fail; with that of hvd.init() it leaves
+        trainer._signal_connector.register_signal_handlers = lambda: None
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.dist_sync_fn, metric.distributed_available_fn = _gather, hvd.is_initialized
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Give all learners one model, and wrap each optimizer."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        hvd.broadcast_parameters([*module.named_parameters(), *module.named_buffers()], None)
+        self.optimizers = [_wrap(plain, module, self._options) for plain in trainer.optimizers]
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.set_world_ranks()
+        passes = self.lightning_module.trainer.accumulate_grad_batches  # may change between epochs
+        passes = self._options.get("backward_passes_per_step", passes)
+        for optimizer in self.optimizers:
+            if optimizer.backward_passes_per_step != passes:
+                optimizer.set_backward_passes_per_step(passes)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._process_set = hvd.super_learner
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._process_set = None
+
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step; what backward() has not averaged is averaged before Lightning unscales and clips it."""
+
+        def averaging_closure() -> Any:
+            loss = closure()
+            optimizer.synchronize()
+            return loss
+
+        with optimizer.skip_synchronize():
+            return super().optimizer_step(optimizer, averaging_closure, *args, **kwargs)
+
+    def on_train_end(self) -> None:
+        hvd.average_model(self.lightning_module)
+
+    def teardown(self) -> None:
+        self._leave_mean()
+        for optimizer in self.optimizers:
+            optimizer.close()
+        super().teardown()
+
+    def _enter_mean(self) -> None:
+        self.set_world_ranks()
+        self._mean.enter_context(hvd.averaged(self.lightning_module, buffers=True))
+        self._holds_mean = True
+
+    def _leave_mean(self, *_: Any) -> None:
+        self._mean.close()
+        self._holds_mean = False
+
+    on_validation_start = on_test_start = on_predict_start = _enter_mean
+    on_validation_end = on_test_end = on_predict_end = on_exception = _leave_mean
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this learner raises: the others train on, and enter no operation with it."""
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the mean; that of this learner's own model if it saves because it raises."""
+        module, as_is = self.lightning_module, self._holds_mean or self._is_alone
+        with contextlib.nullcontext() if as_is else hvd.averaged(module, buffers=True):
+            return copy.deepcopy(module.state_dict())
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save on one learner; on which is agreed: for 0.1 s after a failure there may be no coordinator."""
+        if self.is_global_zero if self._is_alone else self.broadcast(hvd.rank()) == hvd.rank():
+            self.checkpoint_io.save_checkpoint(*args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        op = _OPS[getattr(reduce_op, "name", reduce_op).lower()]
+        values = tensor.float() if op is hvd.Average and not tensor.is_floating_point() else tensor
+        return hvd.allreduce(values, op=op, process_set=self._process_set)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return hvd.allgather(tensor.unsqueeze(0), process_set=self._process_set)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool(hvd.allreduce(torch.tensor(int(decision)), op=hvd.Min if all else hvd.Max))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return hvd.broadcast_object(obj, root_rank=src or None)  # None: the first learner left
+
+    def barrier(self, name: str | None = None) -> None:
+        if not self._is_alone:
+            hvd.barrier()
+
+
+def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Return a metric's tensor on each learner; shapes may differ."""
+    return [other.to(tensor.device) for other in hvd.allgather_object(tensor.detach().cpu())]
+
+
+def _wrap(plain: Any, module: torch.nn.Module, options: dict[str, Any]) -> Any:
+    """Wrap an optimizer; its step(closure) calls the closure, then step(), which all strategies allow."""
+    mine = {id(p) for group in plain.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in module.named_parameters() if id(p) in mine]
+    optimizer = hvd.DistributedOptimizer(plain, named, **options)
+    kind: Any = type(optimizer)  # made for this optimizer alone
+    step = kind.step
+
+    def step_after(self: Any, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        step(self)
+        return loss
+
+    step_after.hooked = True  # type: ignore[attr-defined]  # or torch would run step hooks twice
+    kind.step = step_after
+    return optimizer
+
+
+StrategyRegistry.register(AdpsgdStrategy.strategy_name, AdpsgdStrategy, "H-ADPSGD")
