@@ -1,0 +1,180 @@
+"""Short runs by Lightning, one per launch. Arguments: its name, a folder for what is saved."""
+
+# ruff: noqa: E402
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.modules.pop("torch._dynamo", None)  # tests/quick stands in for it, Lightning needs it
+
+import lightning
+import torch
+from learner import digest, same_inside, say
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+
+import hvd_adpsgd.integrations.lightning  # registers "hadpsgd"
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.errors import LearnerFailedError
+
+AdpsgdStrategy = hvd_adpsgd.integrations.lightning.AdpsgdStrategy
+SAVED = Path(sys.argv[2])
+EPOCHS = 4
+X = torch.randn(160, 6, generator=torch.Generator().manual_seed(0))
+DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))
+
+
+class Net(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)
+        self.same_inside, self.steps = True, 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.b(self.a(batch[0]).relu()) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.same_inside &= same_inside(self.parameters())
+        self.steps += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Fails(Net):
+    """In the second epoch learner 0 is killed, or learner 2 or 3 fails otherwise."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+        if (self.trainer.current_epoch, self.steps) != (1, 8):
+            return
+        if sys.argv[1] == "killed" and hvd.rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "raises" and hvd.rank() == 2:
+            raise ValueError("learner 2 fails")
+        if sys.argv[1] == "preempted" and hvd.rank() == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Manual(Net):
+    """Two optimizers, each of which freezes the parameters of the other."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        with first.toggle_model():
+            first.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(first, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            first.step()
+
+        def closure() -> None:
+            second.zero_grad()
+            self.manual_backward(self.loss(batch))
+
+        with second.toggle_model():
+            second.step(closure)
+        for schedule in self.lr_schedulers():  # type: ignore[union-attr]
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        both = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.a, self.b)]
+        return both, [torch.optim.lr_scheduler.ExponentialLR(one, 0.99) for one in both]
+
+
+class Uneven(Net):
+    """Learners that have fewer batches wait for the others of their super learner."""
+
+    def on_validation_start(self) -> None:
+        hvd.join()
+
+
+def fit(model: Net, ckpt_path: Any = None, batches: int | None = None, **arguments: Any) -> Any:
+    arguments.setdefault("callbacks", []).append(
+        ModelCheckpoint(SAVED, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
+    )
+    arguments = {"strategy": "hadpsgd", "max_epochs": EPOCHS, **arguments}
+    trainer = lightning.Trainer(
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, **arguments
+    )
+    data = DATA if batches is None else torch.utils.data.Subset(DATA, range(5 * batches))
+    load = torch.utils.data.DataLoader
+    trainer.fit(model, load(data, 5), load(DATA, 10), ckpt_path=ckpt_path)
+    return trainer
+
+
+def told(model: Net, trainer: Any) -> dict[str, Any]:
+    """What is so in all cases behind fit()."""
+    best = trainer.checkpoint_callback.best_model_path
+    Net().load_state_dict(torch.load(best, weights_only=True)["state_dict"])
+    return {
+        "rank": hvd.rank(), "steps": model.steps, "epochs": trainer.current_epoch, "size": hvd.super_size(),
+        "same_inside": model.same_inside, "same": digest(model.parameters()), "zero": trainer.is_global_zero,
+        "loss": float(trainer.callback_metrics["val_loss"]),
+    }  # fmt: skip
+
+
+def fails() -> None:
+    model = Fails()
+    try:
+        trainer = fit(model)
+    except LearnerFailedError as error:
+        say(rank=hvd.rank(), failed=type(error).__name__)
+        raise
+    say(**told(model, trainer))
+
+
+def manual() -> None:
+    model = Manual()
+    trainer = fit(model)
+    rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
+    say(**told(model, trainer), rates=rates)
+
+
+def uneven() -> None:
+    model = Uneven()
+    trainer = fit(model, batches=4 + 2 * hvd.rank(), use_distributed_sampler=False)
+    say(**told(model, trainer))
+
+
+def resumed() -> None:
+    """Two epochs; or, if there is a checkpoint, the rest."""
+    model, last = Net(), SAVED / "last.ckpt"
+    first = last if last.exists() else None
+    trainer = fit(model, first, max_epochs=EPOCHS if first else 2)
+    say(**told(model, trainer), counted=trainer.global_step)
+
+
+def strategies() -> None:
+    """Each with another number of passes in its second epoch."""
+    for averaging in (
+        "delayed_gradients",
+        "gossip_pga:period=2+random_pairs",
+        "noloco:period=3",
+        "synchronous",
+    ):
+        model = Net()
+        trainer = fit(
+            model,
+            strategy=AdpsgdStrategy(averaging=averaging),
+            max_epochs=2,
+            callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})],
+        )
+        say(
+            **{**told(model, trainer), "rank": f"{averaging} {hvd.rank()}"},
+            counted=trainer.global_step,
+        )
+
+
+torch.set_num_threads(1)
+os.chdir(SAVED)
+{"killed": fails, "raises": fails, "preempted": fails, "manual": manual, "uneven": uneven,
+ "resumed": resumed, "strategies": strategies}[sys.argv[1]]()  # fmt: skip

@@ -1,0 +1,162 @@
+"""Lightning trains by AdpsgdStrategy: the script of docs/lightning.md, and what its hooks see."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from tests.launcher import ROOT, Result, run_learners
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no Lightning"),
+]
+
+PROGRAMS = Path(__file__).with_name("programs")
+PAGE = ROOT / "docs" / "lightning.md"
+SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
+# of the page's script, whose epochs come before the two that are watched
+ROWS, BATCH, PASSES, EPOCHS = 1040, 20, 3, 2
+
+Facts = dict[str, Any]
+
+
+def run(tmp_path: Path, np: int, k: int, launcher: str) -> list[Facts]:
+    (script,) = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE.read_text())
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    args, env = [str(tmp_path), str(file)], {SIZE: str(k)}
+    result = run_learners(np, PROGRAMS / "lightning_run.py", args=args, env=env, launcher=launcher)
+    return result.checked().by_rank()
+
+
+def check(learners: list[Facts], k: int) -> None:
+    n = len(learners)
+    batches = ROWS // n // BATCH
+    steps = -(-batches // PASSES)  # the last one of an epoch with the batches that are left
+    assert batches % PASSES, "no epoch ends with fewer batches than a step has"
+    for rank, facts in enumerate(learners):
+        first = rank // k * k
+        # learners
+        assert (facts["size"], facts["zero"], facts["group"]) == (n, rank == 0, False), facts
+        assert (facts["any"], facts["all"]) == (True, False), facts
+        # the page's run, and how it resumes
+        assert facts["page"] and facts["resumed"] and facts["momentum"], facts
+        assert facts["first"] == [EPOCHS, EPOCHS * steps], facts
+        # steps
+        assert facts["steps"] == 2 * steps, facts
+        assert facts["gradient"] < 1e-5 and facts["clipped"] < 1.001e-2, facts
+        assert facts["same_inside"], facts
+        assert (facts["apart"] > 0) == (k < n), facts
+        # the mean
+        assert facts["mean"] < 1e-6 and facts["at_validation"] < 1e-6, facts
+        assert facts["at_epoch_end"] < 1e-6, facts
+        assert facts["back"] and facts["after_fit"], facts
+        # data and numbers
+        assert facts["shards"] == [2 * batches * BATCH] * n and facts["data"] == ROWS, facts
+        assert (facts["gathered"], facts["gathered_held_out"]) == (k, n), facts
+        assert facts["learner_step"] == pytest.approx(first + (k - 1) / 2), facts
+        for name in ("learner_epoch", "learner_held_out", "metric"):
+            assert facts[name] == pytest.approx((n - 1) / 2), (name, facts)
+        assert facts["logs"] == [f"lightning_logs/version_{i}/metrics.csv" for i in (0, 1)], facts
+
+
+def test_the_page_trains_and_resumes(tmp_path: Path) -> None:
+    check(run(tmp_path, 4, 2, "mpirun"), 2)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["horovodrun", "gloo", "torchrun", "srun"])
+def test_under_every_launcher(tmp_path: Path, launcher: str) -> None:
+    check(run(tmp_path, 4, 2, launcher), 2)
+
+
+@pytest.mark.extended
+def test_as_plain_horovod(tmp_path: Path) -> None:
+    check(run(tmp_path, 4, 4, "mpirun"), 4)
+
+
+def case(tmp_path: Path, name: str, np: int = 4, k: int = 2, launcher: str = "mpirun") -> Result:
+    args, env = [name, str(tmp_path)], {SIZE: str(k)}
+    return run_learners(np, PROGRAMS / "lightning_cases.py", args=args, env=env, launcher=launcher)
+
+
+def saved(tmp_path: Path) -> set[str]:
+    return {path.name for path in tmp_path.glob("*.ckpt")}
+
+
+ALL_SAVED = {"epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("what", "launcher", "finishing", "status"),
+    [
+        ("killed", "mpirun", [2, 3], FAILED_STATUS),
+        ("killed", "gloo", [2, 3], FAILED_STATUS),
+        ("raises", "mpirun", [0, 1], FAILED_STATUS),
+        ("preempted", "mpirun", [0, 1], 0),
+    ],
+)
+def test_the_others_finish(
+    tmp_path: Path, what: str, launcher: str, finishing: list[int], status: int
+) -> None:
+    """They save every epoch's checkpoint and log every epoch, also if learner 0 was killed."""
+    result = case(tmp_path, what, launcher=launcher)
+    done = [facts for facts in result.said if "epochs" in facts]
+    assert sorted(facts["rank"] for facts in done) == finishing, result.report()
+    for facts in done:
+        assert facts["epochs"] == 4 and facts["zero"] == (facts["rank"] == finishing[0]), facts
+        assert (facts["same"], facts["loss"]) == (done[0]["same"], done[0]["loss"])
+    assert saved(tmp_path) == ALL_SAVED, result.report()
+    assert result.returncode == status, result.report()
+    logged = set()
+    for path in tmp_path.rglob("metrics.csv"):
+        with path.open() as file:
+            logged |= {row["epoch"] for row in csv.DictReader(file) if row["val_loss"]}
+    assert logged == {"0", "1", "2", "3"}, result.report()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_manual_optimization_with_two_optimizers(tmp_path: Path, k: int) -> None:
+    learners = case(tmp_path, "manual", k=k).checked().by_rank()
+    for facts in learners:
+        assert facts["same_inside"] and facts["same"] == learners[0]["same"], facts
+        assert facts["rates"] == pytest.approx([0.05 * 0.99**32] * 2), facts
+    assert saved(tmp_path) == ALL_SAVED
+
+
+@pytest.mark.extended
+def test_uneven_numbers_of_batches(tmp_path: Path) -> None:
+    """Learner i has 4 + 2 i batches: super learners differ, and learners of each, which call hvd.join()."""
+    learners = case(tmp_path, "uneven").checked().by_rank()
+    for rank, facts in enumerate(learners):
+        assert facts["steps"] == 4 * (4 + 2 * rank) and facts["same"] == learners[0]["same"], facts
+    assert saved(tmp_path) == ALL_SAVED
+
+
+@pytest.mark.extended
+def test_another_number_of_super_learners_resumes(tmp_path: Path) -> None:
+    before = case(tmp_path, "resumed").checked().by_rank()
+    assert {facts["counted"] for facts in before} == {2 * 8}
+    after = case(tmp_path, "resumed", np=5, k=1, launcher="torchrun").checked().by_rank()
+    assert {(facts["size"], facts["epochs"]) for facts in after} == {(5, 4)}
+    # 16 steps before, then 2 epochs of 160 / 5 / 5 batches, rounded up
+    assert {facts["counted"] for facts in after} == {16 + 2 * 7}
+    assert after[0]["loss"] < before[0]["loss"]
+
+
+@pytest.mark.extended
+def test_strategies_with_passes_that_change(tmp_path: Path) -> None:
+    """Also one that refuses step(closure), and one that joins all learners."""
+    said = case(tmp_path, "strategies").checked().said
+    assert len(said) == 4 * 4
+    assert all(facts["same_inside"] and facts["counted"] == 8 + 3 for facts in said), said
