@@ -1,7 +1,6 @@
 """Lightning trains with this library: `Trainer(strategy=AdpsgdStrategy())`; docs/lightning.md has a script.
 
-Importing this module registers the name "hadpsgd", too. Lightning starts no process and no process group: the
-job runs under any launcher of this library.
+Importing this module registers "hadpsgd". Lightning starts no process: a launcher of this library does.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min,
 class _Learners(ClusterEnvironment):
     """The learners of the job. Given it, Lightning looks for no launcher, which would start MPI."""
 
-    creates_processes_externally = True
-    main_address, main_port = "", 0  # of torch.distributed, which is not used
+    creates_processes_externally, main_address, main_port = True, "", 0
     detect = staticmethod(hvd.is_initialized)
     world_size, global_rank = staticmethod(hvd.size), staticmethod(hvd.rank)
     local_rank, node_rank = staticmethod(hvd.local_rank), staticmethod(hvd.cross_rank)
@@ -48,7 +46,10 @@ class AdpsgdStrategy(ParallelStrategy):
 
     strategy_name = "hadpsgd"
     is_distributed = True  # each learner gets its own part of the data
-    is_global_zero = property(lambda self: hvd.is_coordinator())
+    distributed_sampler_kwargs = property(
+        lambda _: {"num_replicas": hvd.size(), "rank": hvd.rank()}
+    )
+    is_global_zero = property(lambda _: hvd.is_coordinator())
 
     def __init__(self, **options: Any) -> None:
         hvd.init()
@@ -62,12 +63,7 @@ class AdpsgdStrategy(ParallelStrategy):
         return self.parallel_devices[hvd.local_rank() % len(self.parallel_devices)]
 
     def set_world_ranks(self) -> None:
-        """Let Lightning print and log on the coordinator: another learner, once rank 0 has failed."""
-        rank_zero_only.rank = 0 if self.is_global_zero else hvd.rank()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+        rank_zero_only.rank = 0 if self.is_global_zero else hvd.rank()  # 0 prints and logs
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:
@@ -83,7 +79,6 @@ class AdpsgdStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Give all learners one model, and wrap each optimizer."""
         super().setup_optimizers(trainer)
         module = self.lightning_module
         hvd.broadcast_parameters([*module.named_parameters(), *module.named_buffers()], None)
@@ -94,22 +89,27 @@ class AdpsgdStrategy(ParallelStrategy):
         passes = self.lightning_module.trainer.accumulate_grad_batches  # may change between epochs
         passes = self._options.get("backward_passes_per_step", passes)
         for optimizer in self.optimizers:
+            optimizer._synchronized = False  # GradScaler may have skipped step()
             if optimizer.backward_passes_per_step != passes:
                 optimizer.set_backward_passes_per_step(passes)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._process_set = hvd.super_learner
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self._process_set = None
+        output = super().training_step(*args, **kwargs)
+        self._process_set = None
+        return output
+
+    def post_backward(self, closure_loss: Any) -> None:
+        """In a job of one super learner, average before step(): manual optimization may clip before it."""
+        for optimizer in self.optimizers:
+            if optimizer._handles and len(optimizer._handles) == len(optimizer._requires_update):
+                optimizer.synchronize()
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        """Step; what backward() has not averaged is averaged before Lightning unscales and clips it."""
-
         def averaging_closure() -> Any:
             loss = closure()
-            optimizer.synchronize()
+            if not optimizer._synchronized:  # averages the rest before it is unscaled and clipped
+                optimizer.synchronize()
             return loss
 
         with optimizer.skip_synchronize():
@@ -125,13 +125,13 @@ class AdpsgdStrategy(ParallelStrategy):
         super().teardown()
 
     def _enter_mean(self) -> None:
-        self.set_world_ranks()
         self._mean.enter_context(hvd.averaged(self.lightning_module, buffers=True))
         self._holds_mean = True
+        self.set_world_ranks()  # after the wait, in which rank 0 may have failed
 
     def _leave_mean(self, *_: Any) -> None:
         self._mean.close()
-        self._holds_mean = False
+        self._holds_mean, self._process_set = False, None
 
     on_validation_start = on_test_start = on_predict_start = _enter_mean
     on_validation_end = on_test_end = on_predict_end = on_exception = _leave_mean

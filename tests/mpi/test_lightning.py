@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
 from tests.launcher import ROOT, Result, run_learners
 
 pytestmark = [
@@ -97,17 +96,15 @@ ALL_SAVED = {"epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "epoch=3.ckpt", "la
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("what", "launcher", "finishing", "status"),
+    ("what", "launcher", "finishing"),
     [
-        ("killed", "mpirun", [2, 3], FAILED_STATUS),
-        ("killed", "gloo", [2, 3], FAILED_STATUS),
-        ("raises", "mpirun", [0, 1], FAILED_STATUS),
-        ("preempted", "mpirun", [0, 1], 0),
+        ("killed", "mpirun", [2, 3]),
+        ("killed", "gloo", [2, 3]),
+        ("raises", "mpirun", [0, 1]),
+        ("preempted", "mpirun", [0, 1]),
     ],
 )
-def test_the_others_finish(
-    tmp_path: Path, what: str, launcher: str, finishing: list[int], status: int
-) -> None:
+def test_the_others_finish(tmp_path: Path, what: str, launcher: str, finishing: list[int]) -> None:
     """They save every epoch's checkpoint and log every epoch, also if learner 0 was killed."""
     result = case(tmp_path, what, launcher=launcher)
     done = [facts for facts in result.said if "epochs" in facts]
@@ -116,7 +113,7 @@ def test_the_others_finish(
         assert facts["epochs"] == 4 and facts["zero"] == (facts["rank"] == finishing[0]), facts
         assert (facts["same"], facts["loss"]) == (done[0]["same"], done[0]["loss"])
     assert saved(tmp_path) == ALL_SAVED, result.report()
-    assert result.returncode == status, result.report()
+    assert (result.returncode == 0) == (what == "preempted"), result.report()
     logged = set()
     for path in tmp_path.rglob("metrics.csv"):
         with path.open() as file:
@@ -151,7 +148,7 @@ def test_another_number_of_super_learners_resumes(tmp_path: Path) -> None:
     assert {(facts["size"], facts["epochs"]) for facts in after} == {(5, 4)}
     # 16 steps before, then 2 epochs of 160 / 5 / 5 batches, rounded up
     assert {facts["counted"] for facts in after} == {16 + 2 * 7}
-    assert after[0]["loss"] < before[0]["loss"]
+    assert all(facts["begins"] for facts in after) and after[0]["loss"] < before[0]["loss"]
 
 
 @pytest.mark.extended

@@ -13,6 +13,7 @@ import lightning
 import torch
 from learner import digest, same_inside, say
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 import hvd_adpsgd.integrations.lightning  # registers "hadpsgd"
 import hvd_adpsgd.torch as hvd
@@ -29,7 +30,10 @@ class Net(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)
-        self.same_inside, self.steps = True, 0
+        self.same_inside, self.steps, self.first = True, 0, ""
+
+    def on_train_start(self) -> None:
+        self.first = digest(self.state_dict().values())
 
     def loss(self, batch: Any) -> torch.Tensor:
         return (self.b(self.a(batch[0]).relu()) - batch[1]).square().mean()
@@ -45,7 +49,7 @@ class Net(lightning.LightningModule):
         self.steps += 1
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
 
 
 class Fails(Net):
@@ -53,7 +57,7 @@ class Fails(Net):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps += 1
-        if (self.trainer.current_epoch, self.steps) != (1, 8):
+        if self.steps != 12:
             return
         if sys.argv[1] == "killed" and hvd.rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -93,6 +97,9 @@ class Manual(Net):
 class Uneven(Net):
     """Learners that have fewer batches wait for the others of their super learner."""
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
     def on_validation_start(self) -> None:
         hvd.join()
 
@@ -123,9 +130,11 @@ def told(model: Net, trainer: Any) -> dict[str, Any]:
 
 
 def fails() -> None:
+    hvd.init()
     model = Fails()
+    logger = CSVLogger(SAVED, version=f"learner{hvd.rank()}", flush_logs_every_n_steps=1)
     try:
-        trainer = fit(model)
+        trainer = fit(model, logger=logger)
     except LearnerFailedError as error:
         say(rank=hvd.rank(), failed=type(error).__name__)
         raise
@@ -140,6 +149,7 @@ def manual() -> None:
 
 
 def uneven() -> None:
+    hvd.init()
     model = Uneven()
     trainer = fit(model, batches=4 + 2 * hvd.rank(), use_distributed_sampler=False)
     say(**told(model, trainer))
@@ -148,9 +158,14 @@ def uneven() -> None:
 def resumed() -> None:
     """Two epochs; or, if there is a checkpoint, the rest."""
     model, last = Net(), SAVED / "last.ckpt"
-    first = last if last.exists() else None
-    trainer = fit(model, first, max_epochs=EPOCHS if first else 2)
-    say(**told(model, trainer), counted=trainer.global_step)
+    if not last.exists():
+        trainer = fit(model, max_epochs=2)
+        say(**told(model, trainer), counted=trainer.global_step)
+        return
+    state = torch.load(last, weights_only=True)["state_dict"]
+    trainer = fit(model, last)
+    begins = model.first == digest(state.values())
+    say(**told(model, trainer), counted=trainer.global_step, begins=begins)
 
 
 def strategies() -> None:

@@ -26,8 +26,14 @@ SAVED = Path(sys.argv[1])
 script: dict[str, Any] = {"__name__": "__main__"}
 
 
-def floating(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [t for t in module.state_dict().values() if t.is_floating_point()]
+def floating(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What is averaged: in plain Horovod BatchNorm's statistics are not."""
+    left_out = "running" if hvd.super_size() == 1 else "num_batches"
+    return [
+        tensor
+        for name, tensor in state.items()
+        if left_out not in name and tensor.is_floating_point()
+    ]
 
 
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -58,7 +64,7 @@ def watched(net: Any) -> Any:
         # ---- steps
 
         def on_train_start(self) -> None:
-            self.facts["resumed"] = same_everywhere(floating(self))
+            self.facts["resumed"] = same_everywhere(floating(self.state_dict()))
             momentum = [s["momentum_buffer"] for s in self.optimizers().state.values()]
             self.facts["momentum"] = momentum and same_everywhere(momentum)
             self.facts["first"] = [self.trainer.current_epoch, self.trainer.global_step]
@@ -100,16 +106,16 @@ def watched(net: Any) -> Any:
             """Before the strategy's hook: with nothing pending, the mean is the mean of what is there."""
             self.facts["apart"] = max(self.facts["apart"], hvd.consensus_distance(self))
             with hvd.averaging_paused():
-                self.own = digest(floating(self))
+                self.own = digest(floating(self.state_dict()))
                 leaders = (
-                    flat(floating(self)) * hvd.is_leader()
+                    flat(floating(self.state_dict())) * hvd.is_leader()
                 )  # BatchNorm's numbers are the leader's
                 mean = hvd.allreduce(leaders, op=hvd.Sum) / hvd.super_size()
             self.means[self.trainer.current_epoch] = mean
 
         def validation_step(self, batch: Any, index: int) -> None:
             super().validation_step(batch, index)
-            held = error(flat(floating(self)), self.means[self.trainer.current_epoch])
+            held = error(flat(floating(self.state_dict())), self.means[self.trainer.current_epoch])
             self.facts["mean"] = max(self.facts["mean"], held)
             self.log("learner_held_out", float(hvd.rank()), sync_dist=True)
             self.metric.update(float(hvd.rank()))
@@ -118,7 +124,7 @@ def watched(net: Any) -> Any:
 
         def on_train_epoch_end(self) -> None:
             if self.trainer.current_epoch in self.means:
-                self.facts["back"] &= digest(floating(self)) == self.own
+                self.facts["back"] &= digest(floating(self.state_dict())) == self.own
             self.trainer.save_checkpoint(SAVED / f"after{self.trainer.current_epoch}.ckpt")
 
     return Watched()
@@ -136,8 +142,7 @@ def saved(model: Any, name: str) -> float:
     worst = 0.0
     for epoch, mean in model.means.items():
         state = torch.load(SAVED / name.format(epoch), weights_only=True)["state_dict"]
-        held = [state[key] for key, t in model.state_dict().items() if t.is_floating_point()]
-        worst = max(worst, error(flat(held), mean))
+        worst = max(worst, error(flat(floating(state)), mean))
     return worst
 
 
@@ -145,7 +150,11 @@ def main() -> None:
     torch.set_num_threads(1)
     os.chdir(SAVED)
     exec(compile(Path(sys.argv[2]).read_text(), sys.argv[2], "exec"), script)
-    say(rank=hvd.rank(), size=hvd.size(), page=same_everywhere(floating(script["model"])))
+    say(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        page=same_everywhere(floating(script["model"].state_dict())),
+    )
 
     model = watched(script["Net"])
     best = script["trainer"].checkpoint_callback.best_model_path
@@ -165,7 +174,7 @@ def main() -> None:
         **model.facts,
         **{key: metrics[key] for key in ("learner_step", "learner_epoch", "learner_held_out", "metric")},
         best=Path(best).name,
-        after_fit=same_everywhere(floating(model)),
+        after_fit=same_everywhere(floating(model.state_dict())),
         at_validation=saved(model, "epoch={}.ckpt"),
         at_epoch_end=saved(model, "after{}.ckpt"),
         shards=[len(part) for part in parts],
