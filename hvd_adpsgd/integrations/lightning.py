@@ -54,8 +54,7 @@ class AdpsgdStrategy(ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         hvd.init()
         super().__init__(cluster_environment=_Learners())
-        self._options = options
-        self._mean, self._holds_mean = contextlib.ExitStack(), False
+        self._options, self._mean, self._holds_mean = options, contextlib.ExitStack(), False
         self._process_set: Any = None  # of reductions and gathers; None is all learners
 
     @property
@@ -102,7 +101,8 @@ class AdpsgdStrategy(ParallelStrategy):
     def post_backward(self, closure_loss: Any) -> None:
         """In a job of one super learner, average before step(): manual optimization may clip before it."""
         for optimizer in self.optimizers:
-            if optimizer._handles and len(optimizer._handles) == len(optimizer._requires_update):
+            handles = [handle for handle, _ in optimizer._handles.values() if handle is not None]
+            if handles and len(handles) == len(optimizer._requires_update):
                 optimizer.synchronize()
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:

@@ -51,18 +51,20 @@ def check(learners: list[Facts], k: int) -> None:
         assert facts["first"] == [EPOCHS, EPOCHS * steps], facts
         # steps
         assert facts["steps"] == 2 * steps, facts
-        assert facts["gradient"] < 1e-5 and facts["clipped"] < 1.001e-2, facts
+        assert 0 <= facts["gradient"] < 1e-5 and 0 <= facts["own"] < 1e-5, facts
+        assert 0 < facts["clipped"] < 1.001e-2, facts
         assert facts["same_inside"], facts
         assert (facts["apart"] > 0) == (k < n), facts
         # the mean
-        assert facts["mean"] < 1e-6 and facts["at_validation"] < 1e-6, facts
+        assert 0 <= facts["mean"] < 1e-6 and facts["at_validation"] < 1e-6, facts
         assert facts["at_epoch_end"] < 1e-6, facts
         assert facts["back"] and facts["after_fit"], facts
         # data and numbers
         assert facts["shards"] == [2 * batches * BATCH] * n and facts["data"] == ROWS, facts
         assert (facts["gathered"], facts["gathered_held_out"]) == (k, n), facts
         assert facts["learner_step"] == pytest.approx(first + (k - 1) / 2), facts
-        for name in ("learner_epoch", "learner_held_out", "metric"):
+        assert facts["learner_held_out"] == pytest.approx(n * (n - 1) / (2 * n - 1)), facts
+        for name in ("learner_epoch", "metric"):
             assert facts[name] == pytest.approx((n - 1) / 2), (name, facts)
         assert facts["logs"] == [f"lightning_logs/version_{i}/metrics.csv" for i in (0, 1)], facts
 

@@ -51,17 +51,18 @@ def watched(net: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.metric = MeanMetric()
-            self.facts: dict[str, Any] = {
-                "gradient": 0.0,
-                "clipped": 0.0,
-                "mean": 0.0,
-                "back": True,
-            }
-            self.facts |= {"same_inside": True, "steps": 0, "apart": 0.0}
+            self.facts: dict[str, Any] = dict.fromkeys(("gradient", "own", "clipped", "mean"), -1.0)
+            self.facts |= {"same_inside": True, "back": True, "steps": 0, "apart": 0.0}
             self.means: dict[int, torch.Tensor] = {}
             self.seen: list[float] = []
 
         # ---- steps
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            """All get the model of learner 0, whatever they have loaded."""
+            if hvd.rank() > 0:
+                zeros = {k: torch.zeros_like(t) for k, t in checkpoint["state_dict"].items()}
+                checkpoint["state_dict"] = zeros
 
         def on_train_start(self) -> None:
             self.facts["resumed"] = same_everywhere(floating(self.state_dict()))
@@ -96,6 +97,9 @@ def watched(net: Any) -> Any:
             self.facts["steps"] += 1
 
         def on_train_batch_end(self, *_: Any) -> None:
+            if torch.is_tensor(self.by_hand):  # more passes follow before the step
+                there = flat([p.grad for p in self.parameters()])
+                self.facts["own"] = max(self.facts["own"], error(there, self.by_hand))
             self.facts["same_inside"] &= same_inside(self.parameters())
             if hvd.rank() == 0 and self.trainer.is_last_batch:
                 (SAVED / f"trained{self.trainer.current_epoch}").touch()
@@ -117,7 +121,8 @@ def watched(net: Any) -> Any:
             super().validation_step(batch, index)
             held = error(flat(floating(self.state_dict())), self.means[self.trainer.current_epoch])
             self.facts["mean"] = max(self.facts["mean"], held)
-            self.log("learner_held_out", float(hvd.rank()), sync_dist=True)
+            rows = 2 - (hvd.rank() == 0)  # what is logged is weighted by them
+            self.log("learner_held_out", float(hvd.rank()), sync_dist=True, batch_size=rows)
             self.metric.update(float(hvd.rank()))
             self.log("metric", self.metric)
             self.facts["gathered_held_out"] = self.all_gather(torch.zeros(2)).shape[0]
