@@ -112,7 +112,7 @@ def test_every_minibatch_goes_to_one_learner(of: int) -> None:
 
 
 def test_a_learner_that_stands_still_leaves_its_minibatches_to_the_others() -> None:
-    job, over = Job(2, 1), threading.Event()
+    job, begun, over = Job(2, 1), threading.Event(), threading.Event()
     pools = []  # learner 0's serves the others
 
     def act(rank: int) -> tuple[int, float]:
@@ -121,7 +121,9 @@ def test_a_learner_that_stands_still_leaves_its_minibatches_to_the_others() -> N
         batches: Iterator[list[int]] = iter(pool)
         if rank == 1:
             next(batches)
+            begun.set()
             assert over.wait(DEADLINE_S)
+        assert begun.wait(DEADLINE_S)  # else learner 0 may have taken all before learner 1 begins
         count = sum(1 for _ in batches) + rank
         over.set()
         return count, pool.part
