@@ -39,7 +39,6 @@ from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.step_rounds import StepRounds
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
-from hvd_adpsgd.engine.wire_mpi import MpiWire
 from hvd_adpsgd.errors import (
     AdpsgdError,
     ModelMismatchError,
@@ -141,7 +140,13 @@ class Engine:
 
         from mpi4py import MPI
 
-        return MpiWire(self._outer, MPI._addressof(self._outer), _next_wire(self._outer))
+        from hvd_adpsgd.engine.wire_mpi import (
+            MpiWire,
+        )  # loads libmpi, which a job without MPI may lack
+
+        return MpiWire(
+            self._outer, MPI._addressof(self._outer), _next_wire(self._outer, MpiWire.CHANNELS)
+        )
 
     def _make_loop(self) -> Loop:
         config, wire = self.config, self.config.wire_dtype
@@ -449,8 +454,8 @@ def _on(cores: Sequence[int]) -> Iterator[None]:
 _wires_made: Any = None  # key of the MPI attribute that counts the wires made over a communicator
 
 
-def _next_wire(comm: Any) -> int:
-    """Return how many MPI wires were made over `comm` before, a number that is equal on all ranks."""
+def _next_wire(comm: Any, channels: int) -> int:
+    """Return how many wires of `channels` tags were made over `comm` before, equal on all ranks."""
     from mpi4py import MPI
 
     global _wires_made
@@ -459,7 +464,7 @@ def _next_wire(comm: Any) -> int:
     made = comm.Get_attr(_wires_made) or 0
     comm.Set_attr(_wires_made, made + 1)
     tags: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
-    return int(made) % (tags // MpiWire.CHANNELS)
+    return int(made) % (tags // channels)
 
 
 def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) -> AdpsgdError:

@@ -6,10 +6,12 @@ They need the package index, and compile Horovod where no finished wheel of it i
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +201,22 @@ def test_wheel_in_an_empty_environment(wheel, tests, tmp_path):
     left_out = [f"--ignore=tests/unit/{name}.py" for name in OF_THE_CHECKOUT]
     here.install("-r", tests / "requirements-examples.txt", "pyyaml")
     print(pytest_in(here, tests, "tests/unit", *left_out))
+
+
+def test_wheel_beside_torch_trains_at_once(wheel, tests, tmp_path):
+    """Two commands: no Horovod, no MPI, no compiler. `train.py` is that of docs/start.md."""
+    here = Environment(tmp_path / "environment")
+    here.install("torch", "numpy")
+    page = (tests / "docs" / "start.md").read_text()
+    (here.work / "train.py").write_text(re.search(r"(?ms)^```python\n(.*?)^```", page)[1])
+    begun = time.monotonic()
+    here.install(f"{wheel}[torch]")
+    run = ("torchrun", "--nproc-per-node", "4", "train.py")
+    said = here.checked(*run, HVD_ADPSGD_SUPER_LEARNER_SIZE="1", OMP_NUM_THREADS="1")
+    print(f"{time.monotonic() - begun:.0f} s from torch alone to a job that has trained")
+    assert said.count(" exchanges") == 4, said
+    for missing in ("horovod", "mpi4py.MPI"):
+        assert here.run("python", "-c", f"import {missing}").returncode != 0
 
 
 def test_sdist_in_an_empty_environment(sdist, tests, tmp_path):
