@@ -140,9 +140,8 @@ class Engine:
 
         from mpi4py import MPI
 
-        from hvd_adpsgd.engine.wire_mpi import (
-            MpiWire,
-        )  # loads libmpi, which a job without MPI may lack
+        # here, because it loads libmpi, which a job without MPI may lack
+        from hvd_adpsgd.engine.wire_mpi import MpiWire
 
         return MpiWire(
             self._outer, MPI._addressof(self._outer), _next_wire(self._outer, MpiWire.CHANNELS)
