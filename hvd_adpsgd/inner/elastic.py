@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from hvd_adpsgd.inner import backend
 
 # ruff: noqa: F401
-if backend() == "torch":
+if TYPE_CHECKING:
+
+    class TorchState:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    class ElasticSampler:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(name: str) -> Any: ...
+
+elif backend() == "torch":
     from hvd_adpsgd.inner.over_torch import elastic as sampler
     from hvd_adpsgd.inner.over_torch import elastic as state
     from hvd_adpsgd.inner.over_torch.elastic import ElasticSampler, TorchState, run_fn

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from hvd_adpsgd.inner import backend
 
 # ruff: noqa: F401, F403
-if backend() == "torch":
+if TYPE_CHECKING:
+
+    class HorovodInternalError(RuntimeError): ...
+
+    def __getattr__(name: str) -> Any: ...
+
+elif backend() == "torch":
     from hvd_adpsgd.inner.over_torch import *
     from hvd_adpsgd.inner.over_torch.optimizer import OPTIMIZERS
 else:

@@ -163,7 +163,7 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 def _pad(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad dimension `dim`, if there is one, to the longest of all learners."""
     if -tensor.dim() <= dim < tensor.dim():
-        longest = int(hvd.allreduce(torch.tensor([tensor.shape[dim]]), op=hvd.Max))
+        longest = int(hvd.allreduce(torch.tensor([tensor.shape[dim]], device="cpu"), op=hvd.Max))
         widths = [0] * 2 * tensor.dim()  # before and after, of the last dimension first
         widths[2 * (-1 - dim % tensor.dim()) + (not pad_first)] = longest - tensor.shape[dim]
         tensor = torch.nn.functional.pad(tensor, widths, value=pad_index)

@@ -164,7 +164,7 @@ class AdpsgdStrategy(ParallelStrategy):
             return hvd.allgather(tensor.unsqueeze(0), process_set=self._process_set)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return bool(hvd.allreduce(torch.tensor(int(decision)), op=hvd.Min if all else hvd.Max))
+        return (min if all else max)(hvd.allgather_object(bool(decision)))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return hvd.broadcast_object(obj, root_rank=src or None)  # None: the first learner left

@@ -182,7 +182,7 @@ def sparse_allreduce_async(
         values, indices = synchronize(values_handle), synchronize(indices_handle)
         if op == Average:
             values = values / world.size()
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.size())
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.size(), device=values.device)
 
     return handle
 
@@ -323,7 +323,7 @@ def alltoall_async(
 ) -> Any:
     """Begin to send parts of a tensor to the learners, `splits[i]` rows to learner i; return a handle."""
     rows, size = tensor.shape[0] if tensor.dim() else 0, world.size()
-    counts = _even(tensor) if splits is None else torch.as_tensor(splits).tolist()
+    counts = _even(tensor) if splits is None else torch.as_tensor(splits, device="cpu").tolist()
     if len(counts) != size or sum(counts) != rows:
         raise HorovodInternalError(
             f"alltoall of {rows} rows with splits {counts}: needed are {size} splits, whose sum is the "

@@ -188,7 +188,7 @@ def main() -> None:
         all=trainer.strategy.reduce_boolean_decision(hvd.rank() == 1),
         zero=trainer.is_global_zero,
         group=torch.distributed.is_initialized(),
-        logs=sorted(str(path.relative_to(SAVED)) for path in SAVED.rglob("metrics.csv")),
+        logs=sorted(str(path.relative_to(SAVED)) for path in SAVED.rglob("version_*")),
     )  # fmt: skip
 
 

@@ -1,9 +1,0 @@
-from typing import Any
-
-def __getattr__(name: str) -> Any: ...
-
-class TorchState:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-class ElasticSampler:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
