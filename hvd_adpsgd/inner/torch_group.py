@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,20 +12,24 @@ import torch.distributed as dist
 __all__ = ["group_of", "store_of"]
 
 
-def store_of(rank: int, address: str, gather: Callable[[Any], list[Any]]) -> dist.Store:
+def store_of(
+    rank: int, address: str, gather: Callable[[Any], list[Any]], seconds: float = 300.0
+) -> dist.Store:
     """Return a store of the super learner, which learner 0 serves; its learners call this together.
 
     Args:
         rank: this learner's rank in the super learner.
         address: address of this learner's host that the others reach.
         gather: returns the values that all learners give, by rank.
+        seconds: longest wait for the store.
     """
+    how: dict[str, Any] = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
     if rank == 0:
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(address, 0, is_master=True, **how)
         gather((address, store.port))
         return store
     host, port = gather(None)[0]
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return dist.TCPStore(host, port, is_master=False, **how)
 
 
 def group_of(

@@ -11,7 +11,6 @@ failed      it cannot join; its `problem` is the reason
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -30,6 +29,7 @@ from hvd_adpsgd.config import REPLACES, Config
 from hvd_adpsgd.engine.handshake import SECRET_NBYTES
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
+from hvd_adpsgd.inner import backend
 from hvd_adpsgd.joining.listener import Conversation, Listener, new_secret
 from hvd_adpsgd.launch.world import Placement, World
 
@@ -286,7 +286,7 @@ class JoinServer:
         size = len(world.groups[number])
         told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
         places = [{"HOROVOD_RANK": "0"}]
-        if size > 1 and importlib.util.find_spec("horovod") is None:
+        if size > 1 and backend() == "torch":
             places = _as_torchrun(size)
         elif size > 1:
             its = self._rendezvous(size)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 from collections.abc import Iterator
 
-__all__ = ["closed_in_children"]
+__all__ = ["break_recorded", "closed_in_children"]
 
 _recorded: list[tuple[int, int]] = []  # (descriptor, inode)
 
@@ -23,7 +24,7 @@ def closed_in_children() -> Iterator[None]:
     try:
         yield
     finally:
-        _recorded[:] = set(_sockets_open()) - before
+        _recorded[:] = [*_open_still(), *(set(_sockets_open()) - before)]
 
 
 def _sockets_open() -> Iterator[tuple[int, int]]:
@@ -35,11 +36,24 @@ def _sockets_open() -> Iterator[tuple[int, int]]:
                 yield int(name), found.st_ino
 
 
-def _close() -> None:
+def _open_still() -> Iterator[tuple[int, int]]:
+    """Yield the recorded sockets that are open, in this process or in the one that has forked it."""
     for handle, inode in _recorded:
         with contextlib.suppress(OSError):
             if os.stat(handle).st_ino == inode:
-                os.close(handle)
+                yield handle, inode
+
+
+def break_recorded() -> None:
+    """Break the connections of the recorded sockets: what waits for them, in any thread, gets an error."""
+    for handle, _ in _open_still():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
+
+
+def _close() -> None:
+    for handle, _ in _open_still():
+        os.close(handle)
 
 
 os.register_at_fork(after_in_child=_close)

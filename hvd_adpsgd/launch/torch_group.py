@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
+from hvd_adpsgd.engine.interfaces import (
+    LOOPBACK,
+    addresses,
+    choose_address,
+    interface_of,
+    network_name,
+)
 from hvd_adpsgd.inner.torch_group import group_of, store_of
-from hvd_adpsgd.launch.over_torch import address_inside
+from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["is_inside", "super_learner_group"]
+__all__ = ["address_inside", "is_inside", "super_learner_group"]
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _groups: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
+_default: Any = None  # torch's default group, if this library has made it
+
+
+def address_inside(world: World) -> str:
+    """Return this host's address that the other learners of the super learner reach; all call it together.
+
+    Raises:
+        TopologyError: if they are on several hosts that do not reach each other.
+    """
+    if world.inner_size == 1:
+        return LOOPBACK
+    networks = allgather_object(world.inner, (network_name(), addresses()))
+    return choose_address(world.config.nics, network_name(), networks)
 
 
 def super_learner_group(world: World) -> Any:
@@ -24,19 +49,40 @@ def super_learner_group(world: World) -> Any:
     If the script has not initialized torch.distributed, the group is made torch's default group, and
     shutdown() destroys that.
     """
+    global _default
     if world not in _groups:
+        _destroy()  # that of a super learner which has been merged with the others
         is_ours = not dist.is_initialized()
         gather = functools.partial(allgather_object, world.inner)
-        store = store_of(world.inner_rank, address_inside(world), gather)
-        _groups[world] = group_of(world.inner_rank, world.inner_size, store, gather)
+        address = address_inside(world)
+        with closed_in_children(), _on_interface(interface_of(address)):
+            store = store_of(world.inner_rank, address, gather)
+            _groups[world] = group_of(world.inner_rank, world.inner_size, store, gather)
         if is_ours:
+            _default = dist.group.WORLD
             world.teardown.at_shutdown(_destroy)
     return _groups[world]
 
 
+@contextlib.contextmanager
+def _on_interface(name: str) -> Iterator[None]:
+    """Context manager in which Gloo listens on this interface, unless the environment names another one."""
+    if not name or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
 def _destroy() -> None:
-    if dist.is_initialized():
+    """Destroy torch's default group if this library has made it."""
+    global _default
+    if _default is not None and dist.is_initialized() and dist.group.WORLD is _default:
         dist.destroy_process_group()
+    _default = None
 
 
 def is_inside(world: World, group: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from hvd_adpsgd.errors import WorldError
@@ -35,10 +36,19 @@ def install() -> None:
             f"install(): {', '.join(late)} imported horovod.torch before. Call hvd_adpsgd.torch.install() at "
             "the start of the script, before other imports."
         )
-    package = sys.modules.setdefault("horovod", ModuleType("horovod"))
+    package = sys.modules.get("horovod") or _package()
     sys.modules["horovod.torch"] = package.torch = face  # type: ignore[attr-defined]
     for name in _SUBMODULES:
         sys.modules[f"horovod.torch.{name}"] = getattr(face, name)
+
+
+def _package() -> ModuleType:
+    """Return a new module `horovod`, where that is not installed."""
+    package = ModuleType("horovod")
+    package.__spec__ = ModuleSpec("horovod", None, is_package=True)
+    package.__path__ = []
+    sys.modules["horovod"] = package
+    return package
 
 
 def _users(module: ModuleType) -> set[str]:

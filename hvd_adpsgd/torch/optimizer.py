@@ -13,6 +13,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ from hvd_adpsgd.training.timeline import StepRecord
 __all__ = ["DistributedOptimizer"]
 
 log = logging.getLogger("hvd_adpsgd")
+
+
+# A process set without this learner, for which Horovod registers no gradient hooks. Dropping them later is not
+# possible: a DistributedDataParallel model holds their autograd nodes.
+_NOBODY: Any = SimpleNamespace(included=lambda: False)
 
 
 @counted("DistributedOptimizer")
@@ -185,21 +191,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     world = _join_if_synchronous(world, spec.strategy)
     if world.is_plain:
-        ranks = inner_process_set(process_set, world).ranks or ()
-        require_same_sets(world, "hvd.DistributedOptimizer", ranks)
+        its = inner_process_set(process_set, world).ranks or ()
+        require_same_sets(world, "hvd.DistributedOptimizer", its)
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
+    ranks = inner_process_set(process_set, world)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
         named_parameters=named,
         **inner,
-        process_set=inner_process_set(process_set, world),
+        process_set=ranks if spec.averages_gradients else _NOBODY,
     )
-    if not spec.averages_gradients:
-        drop_hooks(wrapped)
-        wrapped._requires_update.clear()
+    wrapped.process_set = ranks
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
-        become_plain(wrapped, type(optimizer))
+        become_plain(wrapped, type(optimizer), compares=not spec.averages_gradients)
         if world.config.timeline is not None:
             record_parts(wrapped, StepRecord(world))
         bind(optimizer, wrapped, functools.partial(is_plain_in_use, weakref.ref(world)))

@@ -57,6 +57,8 @@ def make_spec(
     if not world.is_plain and strategy.averages != "nothing":
         require_models(optimizer, named)
     averages = averages_gradients(optimizer, average_gradients, functools.partial(is_inside, world))
+    if not averages:
+        _require_averaged(strategy, inner["op"], world)
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if strategy.averages != "nothing":
         inner_process_set(process_set, world)
@@ -80,6 +82,29 @@ def make_spec(
     moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
     tensors = trained, _floating(buffers)
     return AveragingSpec(strategy, config, *tensors, arguments, moments, averages)
+
+
+def _require_averaged(strategy: Strategy, op: Any, world: World) -> None:
+    """Raise ConfigError where gradients that the script averages do not fit the strategy or the reduction."""
+    plan = strategy.plan(world.super_rank, world.super_size)
+    problem = ""
+    if op == horovod.Adasum:
+        problem = "op=Adasum, which replaces the average of gradients: leave op out"
+    elif world.super_size > 1 and strategy.averages == "nothing":
+        problem = (
+            f"averaging={strategy.spec()}, which joins {world.super_size} super learners: set "
+            f"HVD_ADPSGD_AVERAGING={strategy.spec()} before hvd.init()"
+        )
+    elif world.super_size > 1 and plan.in_step is not None:
+        problem = (
+            f"averaging={strategy.spec()}, whose super learners wait for each other's steps, and do not "
+            "learn of skipped ones: use random_pairs, fixed_ring or random_ring"
+        )
+    if problem:
+        raise ConfigError(
+            f"the script averages gradients in the super learner (DistributedDataParallel, or "
+            f"average_gradients=False), with {problem}; or let the library average them."
+        )
 
 
 def _moments(

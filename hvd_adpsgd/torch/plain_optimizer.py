@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
+from hvd_adpsgd.training.gradients import bits_of
 from hvd_adpsgd.training.inner_averaging import (
     Reducible,
     drop_gradients,
     drop_hooks,
+    gradients_of,
+    is_compared,
     lay_out_gradient,
+    refuse_different,
     require_no_handles,
 )
 from hvd_adpsgd.training.optimizer_state import keeping_held
@@ -34,11 +39,16 @@ __all__ = [
 log = logging.getLogger("hvd_adpsgd")
 
 
-def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
+def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer], compares: bool = False) -> None:
     """Adapt Horovod's wrapped optimizer, in a job of one super learner, to what torch's users expect.
 
     Changes the class that Horovod has made for this instance: step hooks run once, and a script may derive
     from the class. Horovod's Adasum optimizer keeps its own step().
+
+    Args:
+        wrapped: the optimizer that Horovod has made.
+        parent: the user's class.
+        compares: whether the script averages gradients, so that the learners compare them in some steps.
     """
     kind = type(wrapped)
     kind._parent, kind.close, kind._closed = parent, _plain_close, False
@@ -46,6 +56,28 @@ def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
     if not hasattr(wrapped, "_starting_models"):
         kind.step = plain_step
     _repair(wrapped)
+    if compares:
+        wrapped.register_step_pre_hook(_Comparison())
+
+
+class _Comparison:
+    """A step hook that compares the gradients of all learners, which the script averages, in some steps."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Compare the gradients, if it is the turn of this step.
+
+        Raises:
+            GradientOrderError: on all learners, if they differ.
+        """
+        step, self._steps = self._steps, self._steps + 1
+        if (
+            is_compared(step)
+            and len(set(horovod.allgather_object(bits_of(gradients_of(optimizer))))) > 1
+        ):
+            refuse_different(step, 0)
 
 
 def _plain_close(self: Any) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shared_memory import shared_counters
 
-__all__ = ["Gradients", "Replacements"]
+__all__ = ["Gradients", "Replacements", "bits_of"]
 
 Parameters = Iterable[torch.Tensor]
 
@@ -164,7 +164,7 @@ class Replacements:
 
     def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
         """Write a checksum of gradients that replace averaged ones in a step, after `sets` averaged sets."""
-        self._mine[sets % 2] = sets + 1, _bits(replaced)
+        self._mine[sets % 2] = sets + 1, bits_of(replaced)
 
     def differ(self, sets: int) -> bool:
         """Whether learners stepped with different gradients in place of averaged ones, after `sets` sets."""
@@ -172,7 +172,7 @@ class Replacements:
         return len(set(rows[rows[:, _STEPPED] == sets + 1, _BITS])) > 1
 
 
-def _bits(tensors: Iterable[torch.Tensor]) -> int:
+def bits_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return a checksum of the tensors' bits: equal for bitwise equal tensors, 0 for no tensors."""
     total = 0
     for tensor in tensors:

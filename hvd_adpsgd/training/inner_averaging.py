@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.amp import grad_scaler
@@ -39,8 +39,11 @@ __all__ = [
     "drop_gradients",
     "drop_hooks",
     "first_by_name",
+    "gradients_of",
     "grouped_allreduce_grad_async",
+    "is_compared",
     "lay_out_gradient",
+    "refuse_different",
     "register_hooks",
     "require_no_handles",
     "submit_missing",
@@ -191,23 +194,35 @@ def _meet_for_step(self: Any) -> None:
     """
     averaging, inner = self._averaging, self._averaging.super_learner
     number = inner.mates.sets
-    compares = averaging.world.inner_size > 1 and (
-        number < _COMPARED_FIRST or number % _COMPARED_EVERY == 0
-    )
+    compares = averaging.world.inner_size > 1 and is_compared(number)
     averaging.before_gradient(0, 0)  # publishes corrections
     if compares:
-        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        inner.replacements.step(number, grads)
+        inner.replacements.step(number, gradients_of(self))
     with averaging.reducing(len(self._allreduce_delay), are_averaged=inner.has_failed):
         inner.require_alive()
     self._synchronized = False
     if compares and inner.replacements.differ(number):
-        raise GradientOrderError(
-            f"step {averaging.step}: the gradients differ between the learners of super learner "
-            f"{averaging.world.super_rank}: the script does not average them (average_gradients=False). "
-            "Average them before step(), put DistributedDataParallel over hvd.super_learner_group() around "
-            "the model, or leave the argument out. Nothing was applied."
-        )
+        refuse_different(averaging.step, averaging.world.super_rank)
+
+
+def is_compared(number: int) -> bool:
+    """Whether learners compare their gradients, which the script averages, in step `number`."""
+    return number < _COMPARED_FIRST or number % _COMPARED_EVERY == 0
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients that the optimizer's parameters have."""
+    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+
+def refuse_different(step: int, super_rank: int) -> NoReturn:
+    """Raise GradientOrderError: the script averages gradients, and the learners have different ones."""
+    raise GradientOrderError(
+        f"step {step}: the gradients differ between the learners of super learner {super_rank}: the script "
+        "does not average them (average_gradients=False). Average them before step(), put "
+        "DistributedDataParallel over hvd.super_learner_group() around the model, or leave the argument out. "
+        "Nothing was applied."
+    )
 
 
 def _is_called_by_scaler() -> bool:

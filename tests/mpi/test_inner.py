@@ -80,6 +80,7 @@ def test_gradients_are_averaged_by_the_library_or_by_ddp(who: str) -> None:
     for facts in said():
         assert all(facts[who]["same"]), facts
         assert facts[who]["moved"]
+        assert (facts[who]["hooks"] == 0) == (who == "ddp"), "both average gradients"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,8 @@ def test_gradients_are_averaged_by_the_library_or_by_ddp(who: str) -> None:
     [
         ("nobody", ("GradientOrderError", "step 0", "average_gradients=False", "Nothing was")),
         ("twice", ("ModelMismatchError", "average_gradients=True", "Leave the argument out")),
+        ("rounds", ("ConfigError", "averaging=delay_by_one", "use random_pairs")),
+        ("adasum", ("ConfigError", "op=Adasum", "leave op out")),
         ("wrong_group", ("ModelMismatchError", "process_group=hvd.super_learner_group()")),
     ],
 )
@@ -108,6 +111,7 @@ def test_without_horovod() -> None:
         import sys
         sys.modules["horovod"] = None  # as where it is not installed
         import torch
+        import hvd_adpsgd.errors
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.launch import world as worlds
         hvd.init()
@@ -121,13 +125,25 @@ def test_without_horovod() -> None:
             optimizer.step()
         models = worlds.current().inner.allgather([p.tolist() for p in model.parameters()])
         moved = any(not torch.equal(a, b) for a, b in zip(start, model.parameters()))
-        say(rank=hvd.rank(), supers=hvd.super_size(), same=models[0] == models[1], moved=moved)
+        optimizer.close()
+        wrong = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), average_gradients=False
+        )
+        wrong.zero_grad()
+        (model(torch.randn(8, 4)) - hvd.rank()).square().mean().backward()
+        try:
+            wrong.step()
+        except hvd_adpsgd.errors.GradientOrderError as error:
+            refused = str(error)
+        say(rank=hvd.rank(), supers=hvd.super_size(), same=models[0] == models[1], moved=moved,
+            refused=refused)
     """
     for size, supers in (("2", 2), ("4", 1)):
         result = run_learners(4, program, env={SIZE: size}, launcher="torchrun").checked()
         for facts in result.by_rank():
             assert facts["supers"] == supers
             assert facts["same"] and facts["moved"], facts
+            assert "step 0: the gradients differ" in facts["refused"], facts
 
 
 @pytest.mark.extended
@@ -141,6 +157,30 @@ def test_other_launchers(launcher: str) -> None:
         launcher=launcher,
     ).checked()
     require_trained(by_case(result)["SGD"], 4)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.extended), 1])
+def test_no_operation_waits_for_a_learner_that_has_ended(victim: int) -> None:
+    """Of four, killed in the middle of operations: Gloo tells its neighbours in the ring only."""
+    program = f"""
+        import signal, threading, time, torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        hvd.init(config=Config(averaging="synchronous", leave_deadline_s=0.5))
+        rank = hvd.rank()
+        if rank == {victim}:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        try:
+            while True:
+                hvd.allreduce(torch.ones(300_000))
+        except hvd.HorovodInternalError:
+            say(rank=rank, raised=True)
+            raise SystemExit(3)
+    """
+    result = run_learners(4, program, env=INNER)
+    raised = sorted(facts["rank"] for facts in result.said)
+    assert raised == [rank for rank in range(4) if rank != victim], result.report()
+    assert "Horovod did not stop" not in result.stderr, "a thread waits in Gloo"
 
 
 def test_one_learner_with_another_backend_is_an_error_on_all() -> None:

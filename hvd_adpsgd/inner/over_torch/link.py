@@ -7,21 +7,29 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Link", "connect"]
 
 _LONGEST = 2**28  # bytes of a message; more is none of ours
-_CONNECT_S = 60.0
+_INTRODUCTION_S, _INTRODUCTION = (
+    5.0,
+    1024,
+)  # longest wait for a learner's first message, and its length
 
 
 class Link:
-    """A connection to one learner. `send` and `receive` may be used by one thread each."""
+    """A connection to one learner. `send` and `receive` may be used by one thread each.
+
+    Attributes:
+        longest: bytes of the longest message that is received; after a longer one the link has ended.
+    """
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._received = connection, bytearray()
+        self._socket, self._received, self.longest = connection, bytearray(), _LONGEST
 
     def fileno(self) -> int:
         """Return the descriptor, for a selector."""
@@ -51,7 +59,7 @@ class Link:
         messages = []
         while len(self._received) >= 4:
             length = int.from_bytes(self._received[:4], "big")
-            if length > _LONGEST:
+            if length > self.longest:
                 raise EOFError
             if len(self._received) < 4 + length:
                 break
@@ -70,7 +78,7 @@ class Link:
 
 
 def connect(
-    rank: int, size: int, address: str, gather: Callable[[Any], list[Any]]
+    rank: int, size: int, address: str, gather: Callable[[Any], list[Any]], seconds: float
 ) -> dict[int, Link]:
     """Connect the learners 1, 2, ... of a super learner with learner 0; all of them call this together.
 
@@ -79,16 +87,17 @@ def connect(
         size: number of learners of the super learner.
         address: address of this learner's host that the others reach.
         gather: returns the values that all learners give, by rank.
+        seconds: longest wait for the others.
 
     Returns:
         The links by rank: of learner 0 to all others, of every other learner to 0.
 
     Raises:
-        OSError: if the connections are not made within a minute.
+        OSError: if the connections are not made in time.
     """
     if rank > 0:
         (host, port, token), *_ = gather(None)
-        connection = socket.create_connection((host, port), timeout=_CONNECT_S)
+        connection = socket.create_connection((host, port), timeout=seconds)
         link = Link(connection)
         link.send([token, rank])
         try:
@@ -100,13 +109,14 @@ def connect(
         connection.settimeout(None)
         return {0: link}
     with socket.create_server((address, 0), backlog=size) as server:
-        server.settimeout(_CONNECT_S)
+        ends = time.monotonic() + seconds
         token = secrets.token_hex(16)
         gather((address, server.getsockname()[1], token))
         links: dict[int, Link] = {}
         while len(links) < size - 1:
+            server.settimeout(max(0.01, ends - time.monotonic()))
             connection, _ = server.accept()
-            connection.settimeout(_CONNECT_S)
+            connection.settimeout(_INTRODUCTION_S)
             if (other := _introduced(connection, token)) is not None:
                 connection.settimeout(None)
                 links[other[0]] = other[1]
@@ -116,6 +126,7 @@ def connect(
 def _introduced(connection: socket.socket, token: str) -> tuple[int, Link] | None:
     """Return the rank that another learner names, and its link; None for a stranger."""
     link = Link(connection)
+    link.longest = _INTRODUCTION
     try:
         messages: list[Any] = []
         while not messages:
@@ -123,8 +134,9 @@ def _introduced(connection: socket.socket, token: str) -> tuple[int, Link] | Non
         shown, rank = messages[0]
         if hmac.compare_digest(str(shown), token):
             link.send("accepted")
+            link.longest = _LONGEST
             return int(rank), link
-    except (EOFError, ValueError, TypeError):
+    except Exception:  # of whatever a stranger sends
         pass
     link.close()
     return None

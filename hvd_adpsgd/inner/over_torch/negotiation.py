@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from hvd_adpsgd.inner.over_torch.link import Link
@@ -27,7 +28,8 @@ _STALL_S = 60.0  # as Horovod's stall check
 #   ask     to learner 0    an announcement
 #   run     from learner 0  what all run next
 #   stop    both ways       a learner calls shutdown(), so no more operations run
-#   failed  from learner 0  the rank of a learner that has ended
+#   broken  to learner 0    an operation failed on this learner
+#   failed  from learner 0  the rank of a learner that has ended or on which an operation failed, and which
 #   ended   to learner 0    this learner runs nothing any more
 #   close   from learner 0  no learner runs anything any more
 
@@ -42,10 +44,19 @@ class Negotiation:
         rank, size: this learner's, in the super learner.
         links: connections, by rank: of learner 0 to all others, of every other learner to 0.
         transfers: runs the operations.
+        interrupt: ends an operation that waits for a learner that has ended.
     """
 
-    def __init__(self, rank: int, size: int, links: dict[int, Link], transfers: Transfers):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        links: dict[int, Link],
+        transfers: Transfers,
+        interrupt: Callable[[], object],
+    ):
         self._rank, self._links, self._transfers = rank, links, transfers
+        self._interrupt = interrupt
         self._order = Order(size)
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}  # by name, until they are decided; guarded by _lock
@@ -54,6 +65,7 @@ class Negotiation:
         self._undone = 0  # batches that are decided and not run; guarded by _lock
         self._decided: list[Pending] = []  # of these batches; guarded by _lock
         self._over = ""  # why no operation runs any more; guarded by _lock
+        self._failed = False  # a learner has ended, or an operation has failed: nothing more is run
         self._has_run = self._has_said = False  # nothing runs any more; the others know
         self._awaited = set(links)  # learners that have not said "ended"
         self._told: dict[str, float] = {}  # when an operation that waits was first seen
@@ -109,6 +121,19 @@ class Negotiation:
     # ---- the thread that agrees ---------------------------------------------------------------------
 
     def _agree(self) -> None:
+        why = "Horovod has been shut down."
+        try:
+            self._agree_until_closed()
+        except (
+            Exception
+        ) as error:  # none is expected: a learner that waited for ever would be worse
+            why = f"the super learner's agreement failed: {error!r}"
+            self._batches.put(None)
+        self._fail(why, decided_too=True)
+        self.close()
+        self._awake.close()
+
+    def _agree_until_closed(self) -> None:
         with selectors.DefaultSelector() as ready:
             ready.register(self._awake, selectors.EVENT_READ, None)
             for rank, link in self._links.items():
@@ -125,9 +150,6 @@ class Negotiation:
                 if self._has_run and not self._has_said:
                     self._has_said = True
                     self._say_ended()
-        self._fail("Horovod has been shut down.", decided_too=True)
-        self.close()
-        self._awake.close()
 
     @property
     def _is_closed(self) -> bool:
@@ -166,8 +188,10 @@ class Negotiation:
             self._end("Horovod has been shut down.", decided_too=False)
         elif word == "run":
             self._start([Decision(Request(*request), *more) for request, *more in rest[0]])
+        elif word == "broken":
+            self._tell_failed(rank, f"an operation failed on learner {rank}: {rest[0]}")
         elif word == "failed":
-            self._end_without(rest[0])
+            self._end_without(*rest)
         elif word == "ended":
             self._awaited.discard(rank)
             if self._has_said:
@@ -178,21 +202,25 @@ class Negotiation:
     def _lost(self, rank: int) -> None:
         """Note that the connection with a learner has ended."""
         self._awaited.discard(rank)
-        if not self._over:
-            if self._rank == 0:
-                self._send(["failed", rank])
-            self._end_without(rank)
-        elif self._has_said:
+        self._tell_failed(rank, f"learner {rank} of the super learner has ended")
+        if self._has_said:
             self._say_ended()
 
-    def _end_without(self, rank: int) -> None:
-        self._end(f"learner {rank} of the super learner has ended", decided_too=True)
-        self._transfers.abort()
+    def _tell_failed(self, rank: int, why: str) -> None:
+        if self._rank == 0:
+            self._send(["failed", rank, why])
+        self._end_without(rank, why)
+
+    def _end_without(self, rank: int, why: str) -> None:
+        self._failed = True
+        self._end(why, decided_too=True)
+        self._interrupt()
 
     def _end(self, why: str, decided_too: bool) -> None:
         """Begin to end: fail what is pending, decide nothing new; what is decided runs if all are alive."""
-        if not self._over:
-            self._fail(why, decided_too)
+        ends = not self._over
+        self._fail(why, decided_too)
+        if ends:
             self._batches.put(None)
 
     def _say_ended(self) -> None:
@@ -208,7 +236,7 @@ class Negotiation:
             pendings = [*self._pending.values(), *(self._decided if decided_too else ())]
             self._pending = {}
         for pending in pendings:
-            pending.fail(HorovodInternalError(self._over))
+            pending.fail(HorovodInternalError(why))
 
     def _send(self, message: list[Any]) -> None:
         for link in self._links.values():
@@ -250,7 +278,11 @@ class Negotiation:
 
     def _run(self) -> None:
         while (works := self._batches.get()) is not None:
-            self._transfers.run([work for work in works if not work[0].error])
+            broken = (
+                "" if self._failed else self._transfers.run([w for w in works if not w[0].error])
+            )
+            if broken:
+                self._post(["broken", broken])
             for decision, pending in works:
                 if decision.error and pending is not None:
                     pending.fail(HorovodInternalError(decision.error))

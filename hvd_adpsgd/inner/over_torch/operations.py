@@ -13,6 +13,7 @@ from hvd_adpsgd.inner.over_torch.names import (
     Adasum,
     Average,
     HorovodInternalError,
+    Sum,
     global_process_set,
     handle_average_backwards_compatibility,
     num_rank_is_power_2,
@@ -51,6 +52,11 @@ __all__ = [
 ]
 
 Tensors = Sequence[torch.Tensor]
+
+_REDUCED = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
 
 
 def poll(handle: int) -> bool:
@@ -101,8 +107,11 @@ def grouped_allreduce_async_(
         raise NotImplementedError(
             f"Adasum needs a power of 2 of learners, and this super learner has {world.size()}."
         )
+    for tensor in tensors:
+        if tensor.dtype not in _REDUCED:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     device = tensors[0].device.type
-    same = [op, float(prescale_factor), float(postscale_factor), device, _specs(tensors)]
+    same = [int(op), float(prescale_factor), float(postscale_factor), device, _specs(tensors)]
     return _begin("allreduce", name, same, None, [t.detach() for t in tensors], single)
 
 
@@ -220,11 +229,13 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = torch.tensor([[tensor.shape[0] for tensor in tensors]], device="cpu")
-        counts = synchronize(allgather_async(rows, None if name is None else f"{name}.rows"))
-        starts = counts[: world.rank()].sum(0).tolist()
-        ctx.parts = list(zip(starts, rows[0].tolist(), strict=True))
-        return tuple(synchronize(grouped_allgather_async(tensors, name)))
+        handle = grouped_allgather_async(tensors, name)
+        pending = world.current().handles.of(handle)
+        gathered = synchronize(handle)
+        before = pending.own[: world.rank()]  # numbers of rows of the learners before this one
+        starts = [sum(rows) for rows in zip(*before, strict=True)] if before else [0] * len(tensors)
+        ctx.parts = list(zip(starts, pending.own[world.rank()], strict=True))
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -237,8 +248,6 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
 ) -> list[torch.Tensor]:
     """Concatenate the learners' tensors by rank; differentiable."""
-    if not any(tensor.requires_grad for tensor in tensors):
-        return list(synchronize(grouped_allgather_async(tensors, name)))
     return list(_Allgather.apply(name, *tensors))
 
 
@@ -264,7 +273,8 @@ def broadcast_async_(
             f"broadcast(root_rank={root_rank}): allowed are ranks >= 0 and < {world.size()} in the super "
             "learner. Pass the inner rank of a learner."
         )
-    return _begin("broadcast", name, [root_rank, _specs([tensor])], None, [tensor.detach()])
+    same = [int(root_rank), tensor.device.type, _specs([tensor])]
+    return _begin("broadcast", name, same, None, [tensor.detach()])
 
 
 def broadcast_async(
@@ -384,7 +394,7 @@ def grouped_reducescatter_async(
             raise HorovodInternalError(
                 "reducescatter of a tensor without dimensions: at least one is needed. Use allreduce."
             )
-    same = [op, float(prescale_factor), float(postscale_factor), tensors[0].device.type]
+    same = [int(op), float(prescale_factor), float(postscale_factor), tensors[0].device.type]
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return _begin("reducescatter", name, [*same, _specs(tensors)], None, copies, single)
 
@@ -408,7 +418,7 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _, op, before, after = how
-        ctx.factor = before * after / (world.size() if op == Average else 1)
+        ctx.factor = before * after * (world.size() if op == Sum else 1)  # as Horovod's
         name, *rest = how
         return tuple(
             synchronize(grouped_reducescatter_async(tensors, name, rest[0], None, *rest[1:]))
@@ -455,4 +465,8 @@ def barrier(process_set: Any = global_process_set) -> None:
 
 def join(device: int = -1) -> int:
     """Contribute zeros to reductions until all learners have called this; return who called it last."""
-    return int(synchronize(_begin(JOIN, None, None, None, [])))
+    its = world.current()
+    its.transfers.join_device = device
+    last = int(synchronize(_begin(JOIN, None, None, None, [])))
+    its.joined()
+    return last

@@ -61,7 +61,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._groups = groups
         self._p_to_group: dict[torch.Tensor, Any] = {}
         self._group_counts: dict[Any, int] = {}
-        if world.size() > 1:
+        if process_set.included() and world.size() > 1:
             self._register_hooks()
 
     def set_backward_passes_per_step(self, passes: int) -> None:

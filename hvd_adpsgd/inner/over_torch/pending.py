@@ -33,6 +33,7 @@ class Pending:
             torch.cuda.current_stream(device).record_event() for device in self._devices()
         ]
         self.executed: list[Any] = []  # CUDA events after which the result may be read
+        self.own: list[Any] = []  # `own` of all learners' announcements, once the operation has run
 
     def _devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self.tensors if tensor.is_cuda}
@@ -64,6 +65,9 @@ class Pending:
             raise HorovodInternalError(str(self._error)) from self._error
         for event in self.executed:
             torch.cuda.current_stream().wait_event(event)
+        for tensor in self.result if isinstance(self.result, list) else [self.result]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self.result
 
 
@@ -79,6 +83,10 @@ class Handles:
         number = next(self._numbers)
         self._pending[number] = pending
         return number
+
+    def of(self, handle: int) -> Pending:
+        """Return the operation of a handle that was not waited for."""
+        return self._pending[handle]
 
     def poll(self, handle: int) -> bool:
         """Whether the operation is over; True for a handle that was waited for."""

@@ -12,11 +12,13 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, over torch's process group of the super learner; for GPUs, as Horovod's is.
+    """torch's SyncBatchNorm, over torch's process group of the super learner; for GPUs, as Horovod's is."""
 
-    All learners of the super learner make their layers in the same order, after init().
-    """
+    @property
+    def process_group(self) -> Any:
+        """The group, which the learners of the super learner make together in their first forward pass."""
+        return world.current().group()
 
-    def __init__(self, num_features: int, *args: Any, **kwargs: Any):
-        super().__init__(num_features, *args, **kwargs)
-        self.process_group = world.current().group()
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        """Leave out the group that torch's constructor sets."""

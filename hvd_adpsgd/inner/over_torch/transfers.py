@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ _REDUCE: dict[int, Any] = {
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+}
 
 Work = tuple[Decision, Pending | None]
 
@@ -34,12 +40,20 @@ class Transfers:
     """The process groups of one learner in its super learner. Used by one thread.
 
     Args:
-        rank, size: this learner's, in the super learner.
+        rank: this learner's rank in the super learner.
+        size: number of learners of the super learner.
         store: a torch.distributed store that the learners of the super learner share.
+        address: address of this host that the other learners reach.
+        seconds: longest wait for the others, when a group is made and in an operation that all have begun.
+
+    Attributes:
+        join_device: number of the GPU of zeros that this learner contributes during join(); -1: CPU.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store, address: str):
+    def __init__(self, rank: int, size: int, store: dist.Store, address: str, seconds: float):
         self._rank, self._size, self._store, self._address = rank, size, store, address
+        self._timeout = timedelta(seconds=seconds)
+        self.join_device = -1
         self._groups: dict[str, Any] = {}
         self._streams: dict[torch.device, Any] = {}
         if size > 1:
@@ -55,22 +69,32 @@ class Transfers:
             else:
                 gloo: Any = dist.ProcessGroupGloo
                 options = gloo._Options()
+                options._timeout = self._timeout
                 options._devices = [gloo.create_device(hostname=self._address)]
                 group = gloo(store, self._rank, self._size, options)
             self._groups[kind] = group
         return self._groups[kind]
 
-    def run(self, batch: Sequence[Work]) -> None:
-        """Run decided operations in their order; neighbouring reductions that fit are fused."""
+    def run(self, batch: Sequence[Work]) -> str:
+        """Run decided operations in their order; neighbouring reductions that fit are fused.
+
+        Returns:
+            "", or the error of an operation. Nothing may run after it: other learners may be in the middle of
+            that operation, and would take messages of the next one for it.
+        """
         for _, group in itertools.groupby(enumerate(_fusions(batch)), key=lambda pair: pair[1]):
             works = [batch[i] for i, _ in group]
             pendings = [pending for _, pending in works if pending is not None]
             try:
                 with self._in_order(pendings):
-                    self._run(works)
+                    results = self._run(works)
             except Exception as error:
                 for pending in pendings:
                     pending.fail(error)
+                return f"{works[0][0].request.name}: {error}"
+            for pending, result in results:
+                pending.succeed(result)
+        return ""
 
     @contextlib.contextmanager
     def _in_order(self, pendings: Sequence[Pending]) -> Iterator[None]:
@@ -87,31 +111,39 @@ class Transfers:
             for pending in pendings:
                 pending.executed = done
 
-    def _run(self, works: Sequence[Work]) -> None:
+    def _run(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
+        """Run one operation, or fused reductions; return the results of this learner's."""
         decision, pending = works[0]
         if decision.request.kind == "allreduce":
-            self._allreduce(works)
-        elif pending is not None:
-            kind = decision.request.kind
-            result = getattr(self, f"_{kind}")(decision, pending)
-            pending.succeed(result[0] if pending.single else result)
+            return self._allreduce(works)
+        if pending is None:
+            return []
+        pending.own = decision.own
+        result = getattr(self, f"_{decision.request.kind}")(decision, pending)
+        return [(pending, result[0] if pending.single else result)]
 
     # ---- reductions -----------------------------------------------------------------------------
 
-    def _allreduce(self, works: Sequence[Work]) -> None:
+    def _allreduce(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
         """Reduce the tensors of fused operations in place; zeros where this learner is in join()."""
-        request = works[0][0].request
-        device = next((p.tensors[0].device for _, p in works if p), torch.device("cpu"))
+        op, before, after, kind, _ = works[0][0].request.same
+        device = torch.device(kind, max(self.join_device, 0)) if kind != "cpu" else "cpu"
         lists = [
             list(pending.tensors) if pending else _zeros(decision, device)
             for decision, pending in works
         ]
-        self._reduce(list(itertools.chain(*lists)), *request.same[:3])
-        for (_, pending), tensors in zip(works, lists, strict=True):
-            if pending is not None:
-                pending.succeed(tensors[0] if pending.single else tensors)
+        everything = list(itertools.chain(*lists))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in everything):
+            alike = [tensor for tensor in everything if tensor.dtype == dtype]
+            self._reduce(alike, op, before, after)
+        return [
+            (pending, tensors[0] if pending.single else tensors)
+            for (_, pending), tensors in zip(works, lists, strict=True)
+            if pending is not None
+        ]
 
     def _reduce(self, tensors: list[torch.Tensor], op: int, before: float, after: float) -> None:
+        """Reduce tensors of one dtype in place."""
         if op == Adasum:
             for tensor in tensors:
                 _scale(tensor, before)
@@ -120,9 +152,10 @@ class Transfers:
             return
         wide = _WIDER.get(tensors[0].dtype, tensors[0].dtype)
         together = len(tensors) > 1 or tensors[0].dtype != wide or not tensors[0].is_contiguous()
-        flat = tensors[0].view(-1)
         if together:
             flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors])
+        else:
+            flat = tensors[0].view(-1)
         _scale(flat, before)
         if self._size > 1 and flat.numel():
             options = dist.AllreduceOptions()
@@ -244,7 +277,7 @@ def _fusions(batch: Sequence[Work]) -> Iterator[int]:
         yield number
 
 
-def _zeros(decision: Decision, device: torch.device) -> list[torch.Tensor]:
+def _zeros(decision: Decision, device: torch.device | str) -> list[torch.Tensor]:
     specs = decision.request.same[4]
     return [
         torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in specs
@@ -261,10 +294,11 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def _combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    dot, of_a, of_b = (a * b).sum(), (a * a).sum(), (b * b).sum()
-    share_a = 1 - dot / (2 * of_a) if of_a > 0 else 1.0
-    share_b = 1 - dot / (2 * of_b) if of_b > 0 else 1.0
-    return share_a * a + share_b * b
+    x, y = a.double(), b.double()
+    dot, of_x, of_y = (x * y).sum(), (x * x).sum(), (y * y).sum()
+    share_x = 1 - dot / (2 * of_x) if of_x > 0 else 1.0
+    share_y = 1 - dot / (2 * of_y) if of_y > 0 else 1.0
+    return (share_x * x + share_y * y).to(a.dtype)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hvd_adpsgd.inner.over_torch.names import global_process_set
 from hvd_adpsgd.inner.over_torch.negotiation import Negotiation
 from hvd_adpsgd.inner.over_torch.pending import Handles
 from hvd_adpsgd.inner.over_torch.transfers import Transfers
-from hvd_adpsgd.inner.torch_group import group_of, store_of
+from hvd_adpsgd.inner.torch_group import store_of
 
 __all__ = ["World", "current", "is_initialized", "rank", "shutdown", "size", "start"]
 
@@ -24,37 +25,64 @@ class World:
         rank, size: this learner's, in the super learner.
         address: address of this host that the other learners reach.
         gather: returns the values that all learners give, by rank.
+        seconds: longest wait for the others here, and in an operation that all have begun.
+        interrupt: breaks the connections, so that no operation waits for a learner that has ended.
+        group: returns the process group of the super learner that scripts use.
     """
 
-    def __init__(self, rank: int, size: int, address: str, gather: Callable[[Any], list[Any]]):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        gather: Callable[[Any], list[Any]],
+        seconds: float,
+        interrupt: Callable[[], object],
+        group: Callable[[], dist.ProcessGroup],
+    ):
         self.rank, self.size, self.handles = rank, size, Handles()
-        links = connect(rank, size, address, gather) if size > 1 else {}
-        self._gather = gather
-        self._store = store_of(rank, address, gather) if size > 1 else dist.HashStore()
-        self.negotiation = Negotiation(
-            rank, size, links, Transfers(rank, size, self._store, address)
-        )
+        links = connect(rank, size, address, gather, seconds) if size > 1 else {}
+        try:
+            store = store_of(rank, address, gather, seconds) if size > 1 else dist.HashStore()
+            self.transfers = Transfers(rank, size, store, address, seconds)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        self.negotiation = Negotiation(rank, size, links, self.transfers, interrupt)
+        self.group = group
         self._counts: dict[str, int] = {}
-
-    def group(self) -> dist.ProcessGroup:
-        """Return a process group of the super learner for the script: see group_of."""
-        return group_of(self.rank, self.size, self._store, self._gather)
+        self._counting = threading.Lock()
 
     def name(self, kind: str, given: str | None) -> str:
         """Return the name of an operation: the given one, else a number that grows alike on all learners."""
         if given is not None:
             return f"{kind}.{given}"
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        return f"{kind}.noname.{self._counts[kind]}"
+        with self._counting:
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            return f"{kind}.noname.{self._counts[kind]}"
+
+    def joined(self) -> None:
+        """Number the operations from 0 again, on all learners, which may have counted different ones."""
+        with self._counting:
+            self._counts.clear()
 
 
 _current: World | None = None
 
 
-def start(rank: int, size: int, address: str, gather: Callable[[Any], list[Any]]) -> None:
+def start(
+    rank: int,
+    size: int,
+    address: str,
+    gather: Callable[[Any], list[Any]],
+    seconds: float,
+    interrupt: Callable[[], object],
+    group: Callable[[], dist.ProcessGroup],
+) -> None:
     """Connect the learners of a super learner, which call this together; see World."""
     global _current
-    _current = World(rank, size, address, gather)
+    _current = World(rank, size, address, gather, seconds, interrupt, group)
     global_process_set.ranks, global_process_set.process_set_id = list(range(size)), 0
 
 

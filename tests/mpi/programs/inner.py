@@ -18,7 +18,7 @@ from hvd_adpsgd.launch import world as worlds
 
 STEPS = 12
 INSIDE = {"process_set": hvd.super_learner}
-DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 def mine(dtype: str, rows: int, rank: int) -> torch.Tensor:
@@ -73,6 +73,22 @@ def operations(k: int, i: int) -> list[str]:
     ]
     for n, handle in enumerate(handles):
         check("asynchronous", hvd.synchronize(handle), [k * n + sum(range(k))] * 3)
+    square = torch.arange(9.0).reshape(3, 3).t() + i
+    check(
+        "strided",
+        hvd.allreduce_(square.clone(), op=hvd.Sum, **INSIDE),
+        k * square.numpy() + k * (k - 1) / 2 - k * i,
+    )
+    mixed = [
+        torch.tensor([i]),
+        torch.tensor([0.25, 0.5]),
+        torch.tensor([1 / 3], dtype=torch.float64),
+    ]
+    for found, one in zip(hvd.grouped_allreduce(mixed, op=hvd.Max, **INSIDE), mixed, strict=True):
+        check("mixed dtypes", found, one.numpy() if one.is_floating_point() else [k - 1])
+    check("NumPy's root", hvd.broadcast(torch.tensor([float(i)]), np.int64(1), **INSIDE), [1.0])
+    large = hvd.allreduce(torch.full((1000,), 10.0, dtype=torch.float16), op=hvd.Adasum, **INSIDE)
+    check("Adasum in 16 bits", large, np.full(1000, 10.0))
     told = hvd.broadcast_object({"of": i}, k - 1, **INSIDE)
     wrong.extend([] if told == {"of": k - 1} else [f"object {told}"])
     return wrong
@@ -95,19 +111,27 @@ def outcome(act: Callable[[], object]) -> str:
     return "nothing raised"
 
 
-def train(average_gradients: bool | None, ddp: bool) -> dict[str, Any]:
-    """Some steps, different data on each learner; whether the learners of the super learner stay the same."""
+def train(average_gradients: bool | None, ddp: bool, **how: Any) -> dict[str, Any]:
+    """Some steps, different data on each learner; whether the learners of the super learner stay the same.
+
+    With DDP each step has two backward passes, of which the first is not averaged.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
     trained: torch.nn.Module = model
     if ddp:
-        trained = DistributedDataParallel(model, process_group=hvd.super_learner_group())
+        group = hvd.super_learner_group()
+        trained = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(plain, average_gradients=average_gradients)
+    optimizer = hvd.DistributedOptimizer(plain, average_gradients=average_gradients, **how)
     data = torch.Generator().manual_seed(hvd.rank())
+    hooks = len(optimizer._grad_accs)  # type: ignore[attr-defined]
     same, before = [], [p.detach().clone() for p in model.parameters()]
     for _ in range(STEPS):
         optimizer.zero_grad()
+        if ddp:
+            with trained.no_sync():
+                trained(torch.randn(8, 5, generator=data)).square().mean().backward()
         trained(torch.randn(8, 5, generator=data)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -116,7 +140,7 @@ def train(average_gradients: bool | None, ddp: bool) -> dict[str, Any]:
     with hvd.averaging_paused():
         hvd.average_model(model)
     optimizer.close()
-    return {"same": same, "moved": moved}
+    return {"same": same, "moved": moved, "hooks": hooks}
 
 
 def wrong_group() -> None:
@@ -140,6 +164,8 @@ def main() -> None:
     say(rank=rank, nobody=outcome(lambda: train(False, ddp=False)))
     say(rank=rank, twice=outcome(lambda: train(True, ddp=True)))
     say(rank=rank, wrong_group=outcome(wrong_group))
+    say(rank=rank, rounds=outcome(lambda: train(None, ddp=True, averaging="delay_by_one")))
+    say(rank=rank, adasum=outcome(lambda: train(False, ddp=False, op=hvd.Adasum)))
     hvd.barrier()
     if rank == hvd.size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
