@@ -77,8 +77,8 @@ __all__ = ["DistributedOptimizer"]
 log = logging.getLogger("hvd_adpsgd")
 
 
-# A process set without this learner, for which Horovod registers no gradient hooks. Dropping them later is not
-# possible: a DistributedDataParallel model holds their autograd nodes.
+# A process set without this learner, for which Horovod registers no gradient hooks. They could not be dropped:
+# DistributedDataParallel holds their autograd nodes.
 _NOBODY: Any = SimpleNamespace(included=lambda: False)
 
 

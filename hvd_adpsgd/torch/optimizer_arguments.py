@@ -87,24 +87,20 @@ def make_spec(
 def _require_averaged(strategy: Strategy, op: Any, world: World) -> None:
     """Raise ConfigError where gradients that the script averages do not fit the strategy or the reduction."""
     plan = strategy.plan(world.super_rank, world.super_size)
-    problem = ""
     if op == horovod.Adasum:
-        problem = "op=Adasum, which replaces the average of gradients: leave op out"
+        problem, cure = "op=Adasum takes the place of their average", "leave op out"
     elif world.super_size > 1 and strategy.averages == "nothing":
-        problem = (
-            f"averaging={strategy.spec()}, which joins {world.super_size} super learners: set "
-            f"HVD_ADPSGD_AVERAGING={strategy.spec()} before hvd.init()"
-        )
+        problem = f"averaging={strategy.spec()} joins {world.super_size} super learners"
+        cure = f"set HVD_ADPSGD_AVERAGING={strategy.spec()} before hvd.init()"
     elif world.super_size > 1 and plan.in_step is not None:
-        problem = (
-            f"averaging={strategy.spec()}, whose super learners wait for each other's steps, and do not "
-            "learn of skipped ones: use random_pairs, fixed_ring or random_ring"
-        )
-    if problem:
-        raise ConfigError(
-            f"the script averages gradients in the super learner (DistributedDataParallel, or "
-            f"average_gradients=False), with {problem}; or let the library average them."
-        )
+        problem = f"averaging={strategy.spec()} has rounds, to which a skipped step belongs, too"
+        cure = "use random_pairs, fixed_ring or random_ring"
+    else:
+        return
+    raise ConfigError(
+        "the script averages gradients in the super learner (DistributedDataParallel, or "
+        f"average_gradients=False), and {problem}. Let the library average them, or {cure}."
+    )
 
 
 def _moments(
