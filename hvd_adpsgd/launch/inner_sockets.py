@@ -48,7 +48,9 @@ def break_recorded() -> None:
     """Break the connections of the recorded sockets: what waits for them, in any thread, gets an error."""
     for handle, _ in _open_still():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
+            # not those that listen: Gloo ends the process if its own fails
+            if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def _close() -> None:

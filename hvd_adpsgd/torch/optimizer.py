@@ -77,7 +77,7 @@ __all__ = ["DistributedOptimizer"]
 log = logging.getLogger("hvd_adpsgd")
 
 
-# A process set without this learner, for which Horovod registers no gradient hooks. They could not be dropped:
+# A process set without this learner: Horovod registers no gradient hooks for it. Hooks could not be dropped:
 # DistributedDataParallel holds their autograd nodes.
 _NOBODY: Any = SimpleNamespace(included=lambda: False)
 

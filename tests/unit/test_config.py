@@ -10,7 +10,6 @@ import pytest
 
 from hvd_adpsgd.config import PREFIX, Config
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.launch import bootstrap
 
 DEFAULTS = {
     "super_learner_size": None,
@@ -237,6 +236,9 @@ def another(name: str) -> object:
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_all_options_but_a_few_are_compared_between_learners(name):
     """An error names the option, both values, and the learner; a new option is compared."""
+    pytest.importorskip("torch")
+    from hvd_adpsgd.launch import bootstrap
+
     mine, other = Config(), Config(**{name: another(name)})
     answers = [{"config": config, "problem": None} for config in (mine, mine, other)]
     if name in ("state_dir", "join", "join_secret_file", "dashboard_token", "log_level"):
