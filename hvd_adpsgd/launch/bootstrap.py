@@ -330,9 +330,7 @@ def _cut(
 def _start_horovod(world: World, process_sets: Any) -> None:
     """Start Horovod, or torch.distributed in its place, in this super learner."""
     if backend() == "torch":
-        if process_sets:
-            horovod.add_process_set(process_sets)
-        start_over_torch(world)
+        start_over_torch(world, process_sets)
         return
     with own_timeline(world.super_rank, world.super_size):
         if isinstance(world.inner, Communicator):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.errors import LaunchError
 from hvd_adpsgd.inner import is_fallback, over_torch
+from hvd_adpsgd.inner.over_torch.refused import refuse
 from hvd_adpsgd.launch.inner_sockets import break_recorded, closed_in_children
 from hvd_adpsgd.launch.torch_group import address_inside, super_learner_group
 from hvd_adpsgd.launch.world import World
@@ -19,13 +21,16 @@ log = logging.getLogger("hvd_adpsgd")
 _SHORTEST_S = 30.0  # as Horovod's least time-out over Gloo: see launch.gloo
 
 
-def start_over_torch(world: World) -> None:
+def start_over_torch(world: World, process_sets: Any = None) -> None:
     """Connect the learners of this super learner by torch.distributed; they call this together.
 
     Raises:
         LaunchError: if they do not connect within failure_timeout_s, at least 30 s.
         TopologyError: if they are on several hosts that do not reach each other.
+        MissingRequirementError: for process_sets, which Horovod has.
     """
+    if process_sets:
+        refuse("init(process_sets=...)")
     address = address_inside(world)
     seconds = max(_SHORTEST_S, world.config.failure_timeout_s)
     if is_fallback() and world.rank == 0:
