@@ -37,7 +37,7 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
         log.info("Horovod is not installed: torch.distributed averages gradients in super learners")
     try:
         with closed_in_children():
-            over_torch.start(
+            its = over_torch.World(
                 world.inner_rank,
                 world.inner_size,
                 address,
@@ -52,3 +52,4 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
             f"{world.groups[world.super_rank][0]} at {address} in {seconds:g} s: {error}. Name the network "
             "that their hosts share in HVD_ADPSGD_NICS, and look for a firewall between them."
         ) from error
+    over_torch.start(its)

@@ -18,10 +18,10 @@ import torch
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.errors import ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner.tensor_bytes import bytes_of
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.threads import in_thread
-from hvd_adpsgd.torch.collectives.calls import bytes_of
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import first_name, live, stop_as_dropped, stop_unreferenced
 from hvd_adpsgd.training.super_learner import meeting_of

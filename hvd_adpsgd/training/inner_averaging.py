@@ -28,9 +28,6 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.training.presence import live
 
-# gradients that the script averages are compared in so many first steps, and then in every so many-th
-_COMPARED_FIRST, _COMPARED_EVERY = 4, 64
-
 __all__ = [
     "Reducible",
     "allreduce_grad_async",
@@ -50,6 +47,9 @@ __all__ = [
     "synchronize",
     "watch_computed",
 ]
+
+# in the first steps, and then in each of so many, learners compare gradients that the script averages
+_COMPARED_FIRST, _COMPARED_EVERY = 4, 64
 
 
 def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:

@@ -24,9 +24,9 @@ from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
 
-_LOOK_S = 0.05  # pause between two looks for failed learners
-
 __all__ = ["SuperLearner", "horovods", "meeting_of", "wrapping_failures"]
+
+_LOOK_S = 0.05  # pause between two looks for failed learners
 
 
 class SuperLearner:

@@ -33,7 +33,7 @@ from hvd_adpsgd.inner.over_torch.refused import (
     stop_timeline,
 )
 from hvd_adpsgd.inner.over_torch.sync_batch_norm import SyncBatchNorm
-from hvd_adpsgd.inner.over_torch.world import is_initialized, rank, shutdown, size, start
+from hvd_adpsgd.inner.over_torch.world import World, is_initialized, rank, shutdown, size, start
 
 mpi_lib_v2 = None  # Horovod's compiled part
 
@@ -43,6 +43,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "SyncBatchNorm",
+    "World",
     "add_process_set",
     "allgather_object",
     "broadcast_object",

@@ -13,11 +13,9 @@ from typing import Any
 
 __all__ = ["Link", "connect"]
 
-_LONGEST = 2**28  # bytes of a message; more is none of ours
-_INTRODUCTION_S, _INTRODUCTION = (
-    5.0,
-    1024,
-)  # longest wait for a learner's first message, and its length
+_LONGEST = 2**28  # bytes; no learner sends a longer message
+_INTRODUCTION_S = 5.0  # longest wait for a learner's first message
+_INTRODUCTION_NBYTES = 1024  # and its length
 
 
 class Link:
@@ -126,7 +124,7 @@ def connect(
 def _introduced(connection: socket.socket, token: str) -> tuple[int, Link] | None:
     """Return the rank that another learner names, and its link; None for a stranger."""
     link = Link(connection)
-    link.longest = _INTRODUCTION
+    link.longest = _INTRODUCTION_NBYTES
     try:
         messages: list[Any] = []
         while not messages:

@@ -41,7 +41,8 @@ class Negotiation:
     and reduced together.
 
     Args:
-        rank, size: this learner's, in the super learner.
+        rank: this learner's rank in the super learner.
+        size: number of learners of the super learner.
         links: connections, by rank: of learner 0 to all others, of every other learner to 0.
         transfers: runs the operations.
         interrupt: ends an operation that waits for a learner that has ended.
@@ -106,7 +107,7 @@ class Negotiation:
         self._bell.close()
 
     def close(self) -> None:
-        """Close connections; in a forked child, in place of `stop`."""
+        """Close the connections."""
         for link in self._links.values():
             link.close()
 
@@ -124,9 +125,7 @@ class Negotiation:
         why = "Horovod has been shut down."
         try:
             self._agree_until_closed()
-        except (
-            Exception
-        ) as error:  # none is expected: a learner that waited for ever would be worse
+        except Exception as error:  # none is expected; without this, learners would wait for ever
             why = f"the super learner's agreement failed: {error!r}"
             self._batches.put(None)
         self._fail(why, decided_too=True)
@@ -267,7 +266,7 @@ class Negotiation:
             if now - since > _STALL_S:
                 self._told[name] = float("inf")
                 log.warning(
-                    "operation %r waits since %g s for learners %s of the super learner, which have not "
+                    "operation %r has waited %g s for learners %s of the super learner, which have not "
                     "called it. Call it on all learners: look for a branch that only some take.",
                     name,
                     _STALL_S,

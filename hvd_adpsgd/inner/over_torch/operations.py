@@ -59,6 +59,13 @@ _REDUCED = (
 )
 
 
+def _require_reducible(tensors: Tensors) -> None:
+    """Raise ValueError, as Horovod does, for a dtype that cannot be reduced."""
+    for tensor in tensors:
+        if tensor.dtype not in _REDUCED:
+            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+
+
 def poll(handle: int) -> bool:
     """Whether an operation is over, so that `synchronize` does not wait."""
     return world.current().handles.poll(handle)
@@ -107,9 +114,7 @@ def grouped_allreduce_async_(
         raise NotImplementedError(
             f"Adasum needs a power of 2 of learners, and this super learner has {world.size()}."
         )
-    for tensor in tensors:
-        if tensor.dtype not in _REDUCED:
-            raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+    _require_reducible(tensors)
     device = tensors[0].device.type
     same = [int(op), float(prescale_factor), float(postscale_factor), device, _specs(tensors)]
     return _begin("allreduce", name, same, None, [t.detach() for t in tensors], single)
@@ -394,6 +399,7 @@ def grouped_reducescatter_async(
             raise HorovodInternalError(
                 "reducescatter of a tensor without dimensions: at least one is needed. Use allreduce."
             )
+    _require_reducible(tensors)
     same = [int(op), float(prescale_factor), float(postscale_factor), tensors[0].device.type]
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return _begin("reducescatter", name, [*same, _specs(tensors)], None, copies, single)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from hvd_adpsgd.inner.over_torch.names import Adasum, Average, Max, Min, Product, Sum
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
+from hvd_adpsgd.inner.tensor_bytes import bytes_of
 
-__all__ = ["Transfers", "Work", "split_rows"]
+__all__ = ["Transfers", "Work"]
 
 _FUSED_NBYTES = 2**26  # largest buffer in which small tensors are reduced together, as in Horovod
 _REDUCE: dict[int, Any] = {
@@ -181,7 +182,7 @@ class Transfers:
         parts = []
         for tensor in pending.tensors:
             self._reduce([tensor], op, before, after)
-            rows = split_rows(tensor.shape[0], self._size)
+            rows = _split_rows(tensor.shape[0], self._size)
             parts.append(tensor.split(rows)[self._rank].clone())
         return parts
 
@@ -189,7 +190,7 @@ class Transfers:
 
     def _exchanged(self, tensor: torch.Tensor, nbytes: Sequence[int] | None) -> list[torch.Tensor]:
         """Return the bytes of all learners' tensors, by rank; `nbytes`: their lengths, None: equal ones."""
-        mine = _bytes(tensor)
+        mine = bytes_of(tensor)
         lengths = nbytes or [mine.numel()] * self._size
         longest = max(lengths)
         if self._size == 1 or longest == 0:
@@ -215,7 +216,7 @@ class Transfers:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         for tensor in pending.tensors:
-            data = _bytes(tensor)
+            data = bytes_of(tensor)
             if self._size > 1 and data.numel():
                 self._group(tensor.device.type).broadcast([data], options).wait()
             if data.data_ptr() != tensor.data_ptr():
@@ -247,14 +248,8 @@ class Transfers:
     def _join(self, decision: Decision, pending: Pending) -> list[int]:
         return [decision.request.same]  # the rank that called join() last
 
-    def abort(self) -> None:
-        """End operations that wait for a learner that has ended, where torch can."""
-        for group in self._groups.values():
-            with contextlib.suppress(Exception):
-                group.abort()
 
-
-def split_rows(rows: int, size: int) -> list[int]:
+def _split_rows(rows: int, size: int) -> list[int]:
     """Return how many rows each learner gets of a reducescatter: the first ones one more, as in Horovod."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
@@ -299,9 +294,3 @@ def _combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     share_x = 1 - dot / (2 * of_x) if of_x > 0 else 1.0
     share_y = 1 - dot / (2 * of_y) if of_y > 0 else 1.0
     return (share_x * x + share_y * y).to(a.dtype)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor: its own memory, or a copy if it is not contiguous."""
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)

@@ -19,10 +19,11 @@ __all__ = ["World", "current", "is_initialized", "rank", "shutdown", "size", "st
 
 
 class World:
-    """What a learner holds of its super learner.
+    """What a learner holds of its super learner. The learners of the super learner make it together.
 
     Args:
-        rank, size: this learner's, in the super learner.
+        rank: this learner's rank in the super learner.
+        size: number of learners of the super learner.
         address: address of this host that the other learners reach.
         gather: returns the values that all learners give, by rank.
         seconds: longest wait for the others here, and in an operation that all have begun.
@@ -71,19 +72,11 @@ class World:
 _current: World | None = None
 
 
-def start(
-    rank: int,
-    size: int,
-    address: str,
-    gather: Callable[[Any], list[Any]],
-    seconds: float,
-    interrupt: Callable[[], object],
-    group: Callable[[], dist.ProcessGroup],
-) -> None:
-    """Connect the learners of a super learner, which call this together; see World."""
+def start(world: World) -> None:
+    """Make `world` the super learner of this process."""
     global _current
-    _current = World(rank, size, address, gather, seconds, interrupt, group)
-    global_process_set.ranks, global_process_set.process_set_id = list(range(size)), 0
+    _current = world
+    global_process_set.ranks, global_process_set.process_set_id = list(range(world.size)), 0
 
 
 def shutdown() -> None:

@@ -14,7 +14,6 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.super_learner import horovods
 
 __all__ = [
-    "bytes_of",
     "described",
     "require_dense",
     "require_tensor",
@@ -70,10 +69,3 @@ def run_call(world: World, call: Call, operation: Callable[[Attempt], T]) -> T:
         return world.collectives.run(call, operation)
     except CollectiveMismatchError as error:
         raise horovods(CollectiveMismatchError)(*error.args) from None
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as a uint8 vector: its own memory, or a copy if it is not contiguous."""
-    # as_strided, since view() refuses some strides that a tensor of at most one element may have
-    tensor = tensor.resolve_conj().resolve_neg()  # torch evaluates conj() and its imag lazily
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -12,11 +12,11 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.inner.horovod import Average
+from hvd_adpsgd.inner.tensor_bytes import bytes_of
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import (
-    bytes_of,
     require_dense,
     require_tensor,
     require_tensors,
