@@ -80,12 +80,13 @@ def operations(k: int, i: int) -> list[str]:
         k * square.numpy() + k * (k - 1) / 2 - k * i,
     )
     mixed = [
-        torch.tensor([i]),
+        torch.tensor([3]),
         torch.tensor([0.25, 0.5]),
         torch.tensor([1 / 3], dtype=torch.float64),
     ]
-    for found, one in zip(hvd.grouped_allreduce(mixed, op=hvd.Max, **INSIDE), mixed, strict=True):
-        check("mixed dtypes", found, one.numpy() if one.is_floating_point() else [k - 1])
+    reduced = hvd.grouped_allreduce([one * (i + 1) for one in mixed], op=hvd.Max, **INSIDE)
+    for found, one in zip(reduced, mixed, strict=True):
+        check("mixed dtypes", found, (one * k).numpy())
     check("NumPy's root", hvd.broadcast(torch.tensor([float(i)]), np.int64(1), **INSIDE), [1.0])
     large = hvd.allreduce(torch.full((1000,), 10.0, dtype=torch.float16), op=hvd.Adasum, **INSIDE)
     check("Adasum in 16 bits", large, np.full(1000, 10.0))
