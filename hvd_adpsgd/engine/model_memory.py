@@ -82,6 +82,10 @@ class ModelMemory:
             shard.inner = inner
 
     @property
+    def is_alone(self) -> bool:
+        return self.own.is_alone
+
+    @property
     def published(self) -> bool:
         return self.shards[0].published
 

@@ -160,6 +160,11 @@ class ShardMemory:
         return self._leads
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other learner applies the corrections."""
+        return self._alone
+
+    @property
     def readable(self) -> bool:
         """Whether all learners may read corrections from exchanges that this learner has not applied."""
         return self._met

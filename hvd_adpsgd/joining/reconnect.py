@@ -138,7 +138,7 @@ def connect_anew(
     new = groups[offer.super_rank]
     everyone, plain, departures = (hub.communicator(ranks) for _ in range(3))
     host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
-    outer = counterparts(hub, [groups[i] for i in members], world.rank, world.shards)
+    outer = counterparts(hub, [groups[i] for i in members], world.rank)
     transfers = tuple(hub.communicator([sender, *new]) for sender in senders)
     comms = Communicators(everyone, plain, departures, host, inner, outer)
     new_group = NewGroup(offer, hub, comms, members, tuple(ranks), transfers)

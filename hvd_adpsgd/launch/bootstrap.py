@@ -39,7 +39,7 @@ from hvd_adpsgd.launch.horovod_timeline import own_timeline
 from hvd_adpsgd.launch.host_name import unresolved_host
 from hvd_adpsgd.launch.over_torch import start_over_torch
 from hvd_adpsgd.launch.rendezvous import Opener
-from hvd_adpsgd.launch.world import Communicators, Placement, World, form_super_learners, shards_of
+from hvd_adpsgd.launch.world import Communicators, Placement, World, form_super_learners
 from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.messaging.sockets import Communicator
@@ -321,7 +321,7 @@ def _cut(
     groups: tuple[tuple[int, ...], ...],
 ) -> World:
     rank = everyone.Get_rank()
-    inner, outer = communicators.split(everyone, groups, shards_of(config, groups))
+    inner, outer = communicators.split(everyone, groups)
     plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
     comms = Communicators(everyone, plain, departures, host, inner, outer)
     return World.make(config, placements, groups, rank, comms)

@@ -383,32 +383,30 @@ def of_host(everyone: Any) -> Any:
     return everyone.Split_type(MPI.COMM_TYPE_SHARED, key=everyone.Get_rank())
 
 
-def split(everyone: Any, groups: Sequence[Sequence[int]], shards: int = 1) -> tuple[Any, Any]:
+def split(everyone: Any, groups: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     """Return two communicators: inner, of this super learner; outer, of the learners with this inner rank.
 
     Args:
         everyone: communicator of all learners.
-        groups: ranks of the learners of each super learner, by super_rank.
-        shards: number of learners of each super learner that are in an outer communicator; 1: the leaders
-            only. For other learners outer is None.
+        groups: ranks of the learners of each super learner, by super_rank. For learners whose inner rank some
+            super learner lacks, outer is None.
     """
     rank = everyone.Get_rank()
     super_rank = next(i for i, group in enumerate(groups) if rank in group)
     if isinstance(everyone, Communicator):
         inner = everyone.hub.communicator(groups[super_rank])
-        return inner, counterparts(everyone.hub, groups, rank, shards)
+        return inner, counterparts(everyone.hub, groups, rank)
 
     from mpi4py import MPI
 
     place = groups[super_rank].index(rank)
     inner = everyone.Split(super_rank, rank)
-    outer = everyone.Split(place if place < shards else MPI.UNDEFINED, rank)
+    outer = everyone.Split(place if place < min(map(len, groups)) else MPI.UNDEFINED, rank)
     return inner, None if outer == MPI.COMM_NULL else outer
 
 
-def counterparts(
-    hub: Hub, groups: Sequence[Sequence[int]], rank: int, shards: int
-) -> Communicator | None:
-    """Return a communicator of all learners with the inner rank of learner `rank`; None from `shards` on."""
+def counterparts(hub: Hub, groups: Sequence[Sequence[int]], rank: int) -> Communicator | None:
+    """Return a communicator of all learners with this one's inner rank; None if a super learner has none."""
     place = next(group.index(rank) for group in groups if rank in group)
-    return hub.communicator([group[place] for group in groups] if place < shards else [])
+    everywhere = place < min(map(len, groups))
+    return hub.communicator([group[place] for group in groups] if everywhere else [])

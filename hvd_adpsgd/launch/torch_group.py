@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hvd_adpsgd.inner.torch_group import group_of, store_of
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["address_inside", "is_inside", "super_learner_group"]
+__all__ = ["address_inside", "are_inside", "is_inside", "super_learner_group"]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -87,8 +87,13 @@ def _destroy() -> None:
 
 def is_inside(world: World, group: Any) -> bool:
     """Whether a process group has the learners of this super learner."""
-    if group is _groups.get(world):
+    return group is _groups.get(world) or are_inside(world, dist.get_process_group_ranks(group))
+
+
+def are_inside(world: World, ranks: Sequence[int]) -> bool:
+    """Whether these ranks of torch.distributed are the learners of this super learner, each once."""
+    own = _groups.get(world)
+    if own is not None and sorted(ranks) == sorted(dist.get_process_group_ranks(own)):
         return True
-    ranks = tuple(dist.get_process_group_ranks(group))
     same_numbers = dist.get_world_size() == world.size and dist.get_rank() == world.rank
-    return same_numbers and ranks == world.groups[world.super_rank]
+    return same_numbers and tuple(sorted(ranks)) == world.groups[world.super_rank]

@@ -62,8 +62,8 @@ class Communicators:
             messages never match another operation.
         host: of the learners of this host.
         inner: of the learners of this super learner.
-        outer: of the leaders; None on learners that are not leaders. With shards: of the learners with the
-            same inner rank in their super learners; None on those with an inner rank of `shards` or more.
+        outer: of the counterparts, the learners with the same inner rank in their super learners: on leaders
+            of the leaders. None on learners whose inner rank some super learner lacks.
     """
 
     all: Any
@@ -152,7 +152,7 @@ class World:
         plain = _is_plain(config, len(groups))
         done, departure, left = _flags(comms.inner, len(groups), plain)
         membership = Membership(groups, names, super_rank, left)
-        is_leader = rank == groups[super_rank][0]
+        is_leader = membership.is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
             ShutdownBarrier(comms.departures, ranks), membership, groups[super_rank], done
         )
@@ -216,6 +216,12 @@ class World:
     def is_leader(self) -> bool:
         """Whether this learner is the leader of its super learner."""
         return self.inner_rank == 0
+
+    @property
+    def counterparts(self) -> frozenset[int]:
+        """Ranks of the learners with this inner rank in their super learners, this learner's own one too."""
+        its = self.inner_rank
+        return frozenset(group[its] for group in self.groups if len(group) > its)
 
     def failed_inside(self, seconds: float) -> set[int]:
         """Return the ranks of this super learner's failed learners; wait until a learner has failed.

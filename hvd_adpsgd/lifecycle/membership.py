@@ -45,6 +45,7 @@ class Membership:
             to 1 if that super learner has left.
 
     Attributes:
+        is_leader: whether this learner leads its super learner, and so may log failures as warnings.
         is_minority: whether half or more of the super learners that have not left have failed.
         states: states of the super learners, by super_rank.
         sources: functions that return state changes, which `look` passes to `update`.
@@ -63,6 +64,7 @@ class Membership:
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
         self.is_minority = False
+        self.is_leader = True
         self._departed: set[int] = set()  # super learners that have left the job, not one engine
         self._told: set[tuple[int, PeerState]] = set()
         self._informed: dict[
@@ -136,7 +138,7 @@ class Membership:
     @property
     def _warns(self) -> bool:
         gone = (PeerState.LEFT, PeerState.FAILED)
-        return all(state in gone for state in self.states[: self.own])
+        return self.is_leader and all(state in gone for state in self.states[: self.own])
 
     def fail(self, ranks: Collection[int]) -> None:
         """Mark the super learners with a learner in `ranks` as failed; the caller logs the failure."""

@@ -66,6 +66,17 @@ class Attempt:
         self._others = frozenset(places) - {messages.place}
         self._phase = 0
 
+    def among(self, ranks: Sequence[int]) -> Attempt:
+        """Return the same attempt of some of its learners, for collectives of these alone, by messages.
+
+        Args:
+            ranks: ranks in this attempt; that of this learner is one of them.
+        """
+        places = [self._places[rank] for rank in ranks]
+        part = Attempt(self._messages, places, [self.ranks[rank] for rank in ranks], self._ends)
+        part._phase = self._phase
+        return part
+
     # ---- one message --------------------------------------------------------------------------
 
     def _next_phase(self) -> None:

@@ -30,6 +30,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
+from hvd_adpsgd.training.join_parts import exchange_parts, mesh_of
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model, mean_moments
 from hvd_adpsgd.training.pause import averaging_paused, resume
@@ -309,17 +310,38 @@ def _admit(
         _joined.add(chosen.number)
         if candidate is not None:
             here.remove(candidate)
-    if world.rank in senders:
-        transfer = new_group.transfers[senders.index(world.rank)]
-        assert transfer is not None
-        arrays = [values[i].contiguous().numpy() for i in share]
-        reconnect.give(transfer, data, arrays, chosen.number)
+        if any(map(mesh_of, optimizers)):  # parts are exchanged after this, in the pause
+            _give(world, new_group, senders, data, share, values)
+            exchange_parts(worlds.current(), model, live(), _of(senders[0]), chosen.number)
+            share, senders = (), ()
+    _give(world, new_group, senders, data, share, values)
     del values
     _trim()
     if candidate is not None:
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
+
+
+def _give(
+    world: World,
+    new_group: NewGroup,
+    senders: Sequence[int],
+    data: memoryview | bytes,
+    share: Sequence[int],
+    values: dict[int, torch.Tensor],
+) -> None:
+    """Send the joining super learner this learner's share of the model, and the state, if it is a sender."""
+    if world.rank in senders:
+        transfer = new_group.transfers[senders.index(world.rank)]
+        assert transfer is not None
+        arrays = [values[i].contiguous().numpy() for i in share]
+        reconnect.give(transfer, data, arrays, new_group.offer.super_rank)
+
+
+def _of(rank: int) -> int:
+    """Return the super_rank of a learner."""
+    return next(i for i, group in enumerate(worlds.current().groups) if rank in group)
 
 
 def _state_for(
@@ -466,6 +488,9 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     told = _receive(new_group, model)
     joiner.received()
     told.give(optimizers)
+    if any(map(mesh_of, optimizers)):
+        world = worlds.current()
+        exchange_parts(world, model, live(), _of(senders[0]), world.super_rank)
     for averaging in live():
         resume(averaging)
     joining.watch_job(worlds.current())

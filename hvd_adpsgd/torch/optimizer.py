@@ -135,7 +135,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             in synchronous training; messages are twice as long. "own": each has its own. Default: shared
             where that is possible.
         average_gradients: False: the script averages gradients in the super learner before step(), by
-            DistributedDataParallel over hvd.super_learner_group() or by itself. Default: found out.
+            DistributedDataParallel or fully_shard in hvd.super_learner_group(), or by itself. Default: found.
         buffers: also average the floating-point buffers of this module (BatchNorm statistics), or
             these (name, tensor) pairs.
 
@@ -149,7 +149,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         UnsupportedOptimizerError: for LBFGS, an optimizer that is wrapped already, or an object with
             attributes that wrapping would lose.
         ModelMismatchError, StrategyMismatchError: on every learner, if tensors or arguments differ, or for a
-            DistributedDataParallel model over other learners than those of the super learner.
+            DistributedDataParallel or fully_shard model over other learners than those of the super learner.
         ConfigError: for a value out of its range.
 
     Source: Zhang et al., H-ADPSGD, arXiv:1907.05701; Lian et al., AD-PSGD, arXiv:1710.06952.
@@ -204,7 +204,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped.process_set = ranks
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
-        become_plain(wrapped, type(optimizer), compares=not spec.averages_gradients)
+        become_plain(
+            wrapped, type(optimizer), compares=not (spec.averages_gradients or spec.is_sharded)
+        )
         if world.config.timeline is not None:
             record_parts(wrapped, StepRecord(world))
         bind(optimizer, wrapped, functools.partial(is_plain_in_use, weakref.ref(world)))

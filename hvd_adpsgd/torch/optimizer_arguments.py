@@ -14,15 +14,17 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import (
     ConfigError,
     InnerOnlyError,
+    ModelMismatchError,
     StrategyMismatchError,
 )
 from hvd_adpsgd.inner import horovod
-from hvd_adpsgd.launch.torch_group import is_inside
+from hvd_adpsgd.launch.torch_group import are_inside, is_inside
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
+from hvd_adpsgd.training.sharded import require_whole_shards
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
 from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
 
@@ -56,9 +58,21 @@ def make_spec(
     _require_joinable(strategy, world)
     if not world.is_plain and strategy.averages != "nothing":
         require_models(optimizer, named)
-    averages = averages_gradients(optimizer, average_gradients, functools.partial(is_inside, world))
+    names = _names(optimizer, named)
+    trained = trained_tensors(names, optimizer.param_groups)
+    sizes = list(map(len, world.groups))
+    is_cut = require_whole_shards(trained, sizes, functools.partial(are_inside, world))
+    if is_cut and average_gradients:
+        raise ModelMismatchError(
+            "average_gradients=True, and the optimizer's parameters are sharded: fully_shard averages their "
+            "gradients. Leave the argument out."
+        )
+    asked = False if is_cut else average_gradients
+    averages = averages_gradients(optimizer, asked, functools.partial(is_inside, world))
     if not averages:
         _require_averaged(strategy, inner["op"], world)
+    if is_cut:
+        _require_shardable(strategy, buffers, world)
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if strategy.averages != "nothing":
         inner_process_set(process_set, world)
@@ -68,8 +82,6 @@ def make_spec(
         strategy.refuse("buffers=")
     if inner["op"] == horovod.Adasum:
         strategy.refuse("op=Adasum")
-    names = _names(optimizer, named)
-    trained = trained_tensors(names, optimizer.param_groups)
     compared = {
         "optimizer": type(optimizer),
         "averaging": strategy.spec(),
@@ -81,7 +93,21 @@ def make_spec(
     arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
     moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
     tensors = trained, _floating(buffers)
-    return AveragingSpec(strategy, config, *tensors, arguments, moments, averages)
+    return AveragingSpec(strategy, config, *tensors, arguments, moments, averages, is_cut)
+
+
+def _require_shardable(strategy: Strategy, buffers: Any, world: World) -> None:
+    """Raise ConfigError where what is asked for does not fit a model of which each learner holds a part."""
+    if world.super_size > 1 and not strategy.is_gossip:
+        problem = f"averaging={strategy.spec()} is more than gossip, of whole models"
+        cure = "use random_pairs, fixed_ring or random_ring"
+    elif buffers is not None:
+        problem, cure = "buffers= are the leader's", "leave buffers out"
+    else:
+        return
+    raise ConfigError(
+        f"the model is sharded inside the super learner, and {problem}. Use a plain model, or {cure}."
+    )
 
 
 def _require_averaged(strategy: Strategy, op: Any, world: World) -> None:

@@ -37,6 +37,7 @@ class AveragedTensors:
     Attributes:
         world: see the arguments.
         shards: number of shards of the model; 1: the leader averages all of it.
+        are_sharded: whether each learner holds, and averages, a part of every tensor.
         trained: ids of the tensors that the user wants averaged.
         parameters: the averaged tensors.
         specs: name, shape and dtype of each averaged tensor, a list per call that added tensors.
@@ -47,6 +48,7 @@ class AveragedTensors:
 
     def __init__(self, world: World, spec: AveragingSpec, averaged: list[tuple[str, torch.Tensor]]):
         self.world, self.shards = world, _shards(world, spec)
+        self.are_sharded = spec.is_sharded
         self.trained = {id(tensor) for _, tensor in spec.named}
         self.parameters = Parameters()
         named = averaged + spec.buffers
@@ -158,18 +160,16 @@ class AveragedTensors:
         """Add to copies of the tensors the corrections from exchanges that the tensors lack. Leaders only.
 
         Args:
-            copies: by id of the averaged tensor, its copy: contiguous, on the host, float64 for float64
-                tensors, else float32.
+            copies: by id of the averaged tensor, a copy of what this learner holds of it: contiguous, on the
+                host, float64 for float64 tensors, else float32.
         """
-        places = [
-            copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.tensors
-        ]
+        places = [copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.given]
         self.memory.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Drop the 16-bit rounding errors of `tensors`, which average_model has overwritten with the mean."""
         replaced = {id(tensor) for tensor in tensors}
-        mine = enumerate(self.parameters.tensors)
+        mine = enumerate(self.parameters.given)
         self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])
 
 
@@ -180,6 +180,8 @@ def _shards(world: World, spec: AveragingSpec) -> int:
     why = ""
     if not spec.strategy.is_gossip:
         why = f"averaging={spec.strategy.spec()} is more than gossip"
+    elif spec.is_sharded:
+        why = "each learner holds a part of the model"
     elif spec.buffers:
         why = "buffers= are those of the leader"
     elif world.shards == 1:

@@ -63,6 +63,8 @@ class Averaging:
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
         self.nonfinite_step = -1  # the last step whose parameters were not finite
+        # whether this learner's part of the model is not finite, and the learners raise in the next step
+        self.owes_nonfinite = False
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
         # number of exchanges of each chunk per step
         rate = spec.config.exchanges_per_step * spec.config.exchange_share
@@ -123,7 +125,7 @@ class Averaging:
         """Use `world` and `engine` from now on: a super learner has joined, and averaging pauses."""
         self.engines.replace(engine)
         self.world = self.tensors.world = self.super_learner.world = world
-        engine.memory.inner = world.inner
+        engine.memory.inner = self.engines.holders(world.inner)
         self.super_learner.mates.regains_quorum()
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
@@ -270,6 +272,21 @@ class Averaging:
         if not finite:
             _report_nonfinite(self)
 
+    def require_finite_shards(self) -> None:
+        """Raise NonFiniteModelError on all learners if the part of one was not finite in the step before.
+
+        Call it after the learners of the super learner have met, with those refusing to step that found it.
+        """
+        self.owes_nonfinite = False
+        refusing = self.super_learner.mates.refusing() if self.spec.is_sharded else []
+        if refusing:
+            learners = ", ".join(str(self.world.groups[self.world.super_rank][i]) for i in refusing)
+            raise NonFiniteModelError(
+                f"step {self.step}: the part of the model that learner {learners} of super learner "
+                f"{self.world.super_rank} holds has NaN or Inf since the step before. Lower the learning "
+                "rate, or clip gradients."
+            )
+
     def _collect(self) -> bool:
         """Add corrections from exchanges to the model, copy it to the engine; return whether it is finite."""
         if self._averages_gradients:  # before_optimizer() has added this step's corrections
@@ -345,7 +362,7 @@ class Averaging:
         """
         if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
             self.engine.publish(self.step)
-            if self.world.inner_size > 1:
+            if not self.engine.memory.is_alone:
                 self.engines.inner_barrier()
 
     def absorb(self, waits: bool = True) -> bool:
@@ -383,6 +400,9 @@ def _report_nonfinite(averaging: Averaging) -> None:
     averaging.nonfinite_steps += 1
     raises = averaging.spec.config.nonfinite == "raise"
     if not raises and averaging.nonfinite_steps > 1:
+        return
+    if raises and averaging.spec.is_sharded and averaging.world.inner_size > 1:
+        averaging.owes_nonfinite = True  # the other learners do not know of it
         return
     names = ", ".join(averaging.tensors.parameters.nonfinite()[:3])
     where = f" ({names})" if names else ""

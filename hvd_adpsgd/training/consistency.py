@@ -14,6 +14,7 @@ from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.parameters import AveragingSpec, averaged_dtype
+from hvd_adpsgd.training.sharded import sharding
 
 __all__ = [
     "agree",
@@ -162,7 +163,7 @@ def require_known(trained: Collection[int], groups: Iterable[dict[str, Any]]) ->
 
 
 def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    return [f"{name} {averaged_dtype(t)}{list(t.shape)}" for name, t in named]
+    return [f"{name} {averaged_dtype(t)}{list(t.shape)}{sharding(t)}" for name, t in named]
 
 
 def _digest(tensors: list[str]) -> bytes:

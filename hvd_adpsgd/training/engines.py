@@ -68,7 +68,7 @@ class Engines:
 
         return self._make(
             world.membership.names,
-            world.inner,
+            self.holders(world.inner),
             world.outer if has_shard else None,
             world.members,
             None if world.collectives.joining else gather,
@@ -84,14 +84,22 @@ class Engines:
         names, comms = names_of(offer.groups, offer.placements), new_group.comms
         outer = comms.outer if self._has_shard else None
         memory = self._ahead or self.current.memory
-        return self._make(names, comms.inner, outer, new_group.members, None, memory, wire="tcp")
+        inner = self.holders(comms.inner)
+        return self._make(names, inner, outer, new_group.members, None, memory, wire="tcp")
+
+    def holders(self, inner: Any) -> Any:
+        """Return the communicator of the learners that hold the same tensors, of a super learner's `inner`.
+
+        None where each learner holds a part of its own.
+        """
+        return None if self._tensors.are_sharded else inner
 
     def make_memory_ahead(self) -> None:
         """Allocate, on a joining super learner, its next engine's memory before the other learners wait."""
         shows = self._has_shard and self._config.same_host == "memory"
         self._ahead = ModelMemory(
             self._config.chunk_kib * 1024,
-            self._world.inner,
+            self.holders(self._world.inner),
             self._has_shard,
             shows,
             self._tensors.shards,
@@ -126,8 +134,12 @@ class Engines:
         self.current.memory.training = membership.training
 
     def peer_news(self) -> list[tuple[int, PeerState]]:
-        """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead."""
-        news = self.current.report() if self._world.is_leader else []
+        """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead.
+
+        Where each learner averages a part of its own, its engine tells it; the leader logs it.
+        """
+        knows = self._world.is_leader or self._tensors.are_sharded
+        news = self.current.report() if knows else []
         if any(state is PeerState.FAILED for _, state in news):
             # the learners of a failed peer may have left in order
             self._world.collectives.look_for_departures()
@@ -156,7 +168,7 @@ class Engines:
     @property
     def _has_shard(self) -> bool:
         """Whether this learner averages a shard of the model, or, as the leader, all of it."""
-        return self._world.inner_rank < self._tensors.shards
+        return self._tensors.are_sharded or self._world.inner_rank < self._tensors.shards
 
     def _make(
         self,
@@ -176,7 +188,7 @@ class Engines:
             config=self._config.replace(**options),
             names=names,
             members=members,
-            has_neighbours=world.local_size > (inner.Get_size() if inner else 1),
+            has_neighbours=world.local_size > world.inner_size,
             memory=memory,
             shards=self._tensors.shards,
             cores=engine_cores(),

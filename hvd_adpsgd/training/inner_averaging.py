@@ -194,13 +194,17 @@ def _meet_for_step(self: Any) -> None:
     """
     averaging, inner = self._averaging, self._averaging.super_learner
     number = inner.mates.sets
-    compares = averaging.world.inner_size > 1 and is_compared(number)
+    alike = averaging.world.inner_size > 1 and not averaging.spec.is_sharded
+    compares = alike and is_compared(number)
+    if averaging.owes_nonfinite:
+        inner.mates.refuses()
     averaging.before_gradient(0, 0)  # publishes corrections
     if compares:
         inner.replacements.step(number, gradients_of(self))
     with averaging.reducing(len(self._allreduce_delay), are_averaged=inner.has_failed):
         inner.require_alive()
     self._synchronized = False
+    averaging.require_finite_shards()
     if compares and inner.replacements.differ(number):
         refuse_different(averaging.step, averaging.world.super_rank)
 

@@ -12,8 +12,10 @@ import torch
 from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described
+from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined
 from hvd_adpsgd.training.optimizer_state import load_in_place
 from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.sharded import is_sharded
 
 __all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
 
@@ -41,12 +43,17 @@ def _terms_of(averaging: Averaging) -> list[str]:
     ]
 
 
-def shares(model: torch.nn.Module, givers: int) -> list[range]:
-    """Return, by sender, the range of [*parameters, *buffers] that it sends, about equal in bytes."""
-    nbytes = [t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())]
+def shares(model: torch.nn.Module, givers: int) -> list[list[int]]:
+    """Return, by sender, the places in [*parameters, *buffers] that it sends, about equal in bytes.
+
+    DTensors are left out: see join_parts.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    places = [i for i, tensor in enumerate(tensors) if not is_sharded(tensor)]
+    nbytes = [tensors[i].numel() * tensors[i].element_size() for i in places]
     middles = [end - own / 2 for end, own in zip(itertools.accumulate(nbytes), nbytes, strict=True)]
     ends = [bisect.bisect(middles, sum(nbytes) * (i + 1) / givers) for i in range(givers)]
-    return [range(a, b) for a, b in itertools.pairwise([0, *ends])]
+    return [places[a:b] for a, b in itertools.pairwise([0, *ends])]
 
 
 def pack(value: Any) -> bytes:
@@ -77,8 +84,11 @@ class JoinState:
         moments: list[list[torch.Tensor]],
     ):
         self.moments = moments
-        self.optimizers = [_without_averaging(optimizer.state_dict()) for optimizer in optimizers]
-        self.memories = [(averaging.step, checkpoint.state(averaging)) for averaging in live()]
+        plain = [_without_averaging(optimizer.state_dict()) for optimizer in optimizers]
+        self.optimizers = [outlined(state) for state in plain]
+        self.memories = [
+            (averaging.step, outlined(checkpoint.state(averaging))) for averaging in live()
+        ]
         self.state = state
 
     @torch.no_grad()
@@ -89,13 +99,15 @@ class JoinState:
             averaging.step = 0
             averaging.rule.received = True
         for optimizer, saved in zip(optimizers, self.optimizers, strict=True):
-            load_in_place(optimizer, saved)
+            load_in_place(optimizer, filled(saved, mesh_of(optimizer)))
         for averaging, moments in zip(live(), self.moments, strict=True):
-            for mine, mean in zip(averaging.rule.moments(), moments, strict=True):
+            whole = [moment for moment in averaging.rule.moments() if not is_sharded(moment)]
+            for mine, mean in zip(whole, moments, strict=True):
                 mine.copy_(mean)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
-                checkpoint.load_state(averaging, state)
+                mesh = mesh_of(averaging.optimizer())
+                checkpoint.load_state(averaging, filled(state, mesh))
             averaging.step = step
             averaging.rule.received = False
 

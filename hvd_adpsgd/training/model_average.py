@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.collectives.usage import counted
-from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, PeerFailedError
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described, require_same
+from hvd_adpsgd.training.means import finite_means, means_of_models
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live
+from hvd_adpsgd.training.sharded import is_sharded, local
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model", "mean_moments"]
 
@@ -62,11 +59,11 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
         averagings = stack.enter_context(held(world, doing))
         concerned = [a for a in averagings if any(t in a.tensors.parameters for t in tensors)]
         stack.enter_context(paused(world, doing, concerned))
-        means = _finite_means(world, doing, tensors, float(weight))
+        means = finite_means(world, doing, tensors, float(weight))
         for averaging in concerned:
             averaging.rule.before_mean()
         for tensor, mean in zip(tensors, means, strict=True):
-            tensor.data.copy_(mean)
+            local(tensor).data.copy_(mean)
         for averaging in concerned:
             averaging.rule.after_mean()
             averaging.tensors.forget(tensors)
@@ -94,31 +91,6 @@ def _require_weights(world: World, weight: Any) -> None:
         )
 
 
-def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
-    """Raise or warn because the models of some leaders hold NaN or infinity.
-
-    Args:
-        world: the World of this learner.
-        doing: name of the operation, for messages.
-        unfit: ranks of these leaders.
-        finite: whether the mean of the other models is finite.
-
-    Raises:
-        NonFiniteModelError: on every learner, unless HVD_ADPSGD_NONFINITE is "skip" and `finite` is true.
-    """
-    who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
-    if world.config.nonfinite == "raise" or not finite:
-        raise NonFiniteModelError(
-            f"{doing}: {who} holds NaN or Inf; no mean was taken. Load a checkpoint, lower the "
-            "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=skip takes the mean of the others, "
-            "for all."
-        )
-    if world.rank == world.collectives.ranks[0]:
-        log.warning(
-            "%s: %s holds NaN or Inf; the mean of the other models takes its place.", doing, who
-        )
-
-
 @counted("consensus_distance")
 @torch.no_grad()
 def consensus_distance(model: torch.nn.Module) -> float:
@@ -140,12 +112,12 @@ def consensus_distance(model: torch.nn.Module) -> float:
         return 0.0
     tensors = _floating(world, doing, [model])
     square = sum(
-        float((t.detach().cpu().double() - mean.double()).square().sum())
-        for t, mean in zip(tensors, _means(world, doing, tensors)[0], strict=True)
+        float((local(t).detach().cpu().double() - mean.double()).square().sum())
+        for t, mean in zip(tensors, means_of_models(world, doing, tensors)[0], strict=True)
+        if world.is_leader or is_sharded(t)
     )
     told = world.collectives.gather(doing, (world.is_leader, square))
-    squares = [square for leads, square in told if leads]
-    return math.sqrt(sum(squares) / len(squares))
+    return math.sqrt(sum(square for _, square in told) / sum(leads for leads, _ in told))
 
 
 @contextlib.contextmanager
@@ -185,9 +157,10 @@ def averaged(
                     [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()],
                 )
             for tensor in tensors:
-                left.callback(_restore, tensor, tensor.data, tensor.detach().clone())
+                part = local(tensor)
+                left.callback(_restore, part, part.data, part.detach().clone())
             for tensor, mean in zip(named, means, strict=True):
-                tensor.data.copy_(mean)
+                local(tensor).data.copy_(mean)
             del means
         concerned = [
             a
@@ -218,7 +191,7 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
         # of a model in shards, a leader has the pending corrections of its own shard only
         whole = [a for a in pending if a.tensors.shards == 1]
         stack.enter_context(paused(world, doing, pending, keeping_pending=whole))
-        return _finite_means(world, doing, named, pending=whole)
+        return finite_means(world, doing, named, pending=whole)
 
 
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
@@ -240,26 +213,12 @@ def _give_back(averaging: Averaging) -> None:
     averaging.holds_mean -= 1
 
 
-def _finite_means(
-    world: World,
-    doing: str,
-    tensors: list[torch.Tensor],
-    weight: float = 1.0,
-    pending: Sequence[Averaging] = (),
-) -> list[torch.Tensor]:
-    """Return the tensors' means over super learners; raise or warn, as configured, on NaN or infinity."""
-    means, unfit = _means(world, doing, tensors, weight, pending)
-    if unfit:
-        _without(world, doing, unfit, all(bool(torch.isfinite(mean).all()) for mean in means))
-    return means
-
-
 @torch.no_grad()
 def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, torch.Tensor]:
     """Return means over the leaders of some parameters and buffers, in host memory, for a joining learner.
 
     Models that are not finite are left out. Buffers that are not floating-point are copies of this learner's.
-    All learners call it together.
+    DTensors are left out (see join_parts). All learners call it together.
 
     Args:
         model: the same module on all learners.
@@ -269,11 +228,11 @@ def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, tor
         By index, the mean, for each index in `wanted`.
     """
     world, doing = worlds.current(), "mean_model"
-    named = _floating(world, doing, [model])
+    named = [tensor for tensor in _floating(world, doing, [model]) if not is_sharded(tensor)]
     tensors = [*model.parameters(), *model.buffers()]
     needed = {id(tensors[i]) for i in wanted}
     flags = [id(t) in needed for t in named]
-    found = _means(world, doing, named, wanted=flags)[0] if named else []
+    found = means_of_models(world, doing, named, wanted=flags)[0] if named else []
     means = dict(zip((id(t) for t in named if id(t) in needed), found, strict=True))
     given = {i: means.get(id(tensors[i])) for i in wanted}
     return {i: tensors[i].detach().cpu().clone() if m is None else m for i, m in given.items()}
@@ -288,11 +247,14 @@ def mean_moments(averagings: Sequence[Averaging], wanted: bool) -> list[list[tor
         averagings: those of this learner's optimizers.
         wanted: whether this learner needs the means; else it gets empty lists.
     """
-    tensors = [averaging.rule.moments() for averaging in averagings]
+    tensors = [
+        [moment for moment in averaging.rule.moments() if not is_sharded(moment)]
+        for averaging in averagings
+    ]
     flat = [tensor for each in tensors for tensor in each]
     if not flat:
         return tensors
-    means = _means(worlds.current(), "mean_moments", flat, wanted=[wanted] * len(flat))[0]
+    means = means_of_models(worlds.current(), "mean_moments", flat, wanted=[wanted] * len(flat))[0]
     rest = iter(means)
     return [[next(rest) for _ in each] if wanted else [] for each in tensors]
 
@@ -313,117 +275,3 @@ def _floating(
                 named.setdefault(id(tensor), (f"{i}.{name}" if i else name, tensor))
     require_same(world, doing, described(named.values()))
     return [tensor for _, tensor in named.values()]
-
-
-def _means(
-    world: World,
-    doing: str,
-    tensors: list[torch.Tensor],
-    weight: float = 1.0,
-    pending: Sequence[Averaging] = (),
-    wanted: Sequence[bool] = (),
-) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the (weighted) mean of each tensor over the leaders, float64 for float64 tensors, else float32.
-
-    Args:
-        world: the World of this learner.
-        doing: name of the operation, for messages.
-        tensors: tensors of the same shapes and dtypes on every learner.
-        weight: weight of this super learner's model.
-        pending: paused averagings whose pending corrections count as applied.
-        wanted: per tensor, whether this learner needs its mean; () for all.
-
-    Returns:
-        The means of the wanted tensors, over the finite models, or over all models if none with a weight
-        above 0 is finite; and the ranks of the leaders whose models are not finite.
-    """
-    wanted = wanted or [True] * len(tensors)
-    hosts = [
-        t.detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
-        for t in tensors
-    ]
-    if world.is_leader:
-        hosts = _with_pending(pending, tensors, hosts)
-    fit = all(bool(torch.isfinite(h).all()) for h in hosts)
-
-    def operation(attempt: Attempt) -> tuple[list[NDArray[Any] | None], list[int]]:
-        told = [call.private for call in attempt.calls]
-        leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
-        weights = {i: told[i][2] for i in leaders if told[i][1]}
-        if not any(weights.values()):
-            weights = {i: told[i][2] for i in leaders}
-        if not any(weights.values()):
-            raise PeerFailedError(
-                f"{doing}: no leader of a super learner{' has a weight above 0' if leaders else ' is left'} "
-                f"(failed learners: {sorted(world.collectives.gone())}). "
-                f"{'Give the others a weight, or none.' if leaders else 'Start again from a checkpoint.'}"
-            )
-        weights = _within_range(weights)
-        means = _means_of(attempt, weights, [h.contiguous().numpy() for h in hosts], wanted)
-        return means, [attempt.ranks[i] for i in leaders if not told[i][1]]
-
-    call = Call(doing, private=(world.is_leader, fit, weight))
-    means, unfit = world.collectives.run(call, operation)
-    kept = (mean for mean, keeps in zip(means, wanted, strict=True) if keeps)
-    return [torch.from_numpy(mean) for mean in kept], unfit
-
-
-def _with_pending(
-    pending: Sequence[Averaging], tensors: list[torch.Tensor], hosts: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the tensors in host memory plus pending corrections from exchanges; averaged ones are copies."""
-    copies = {id(t): h for t, h in zip(tensors, hosts, strict=True)}
-    for averaging in pending:
-        for t in averaging.tensors.parameters.tensors:
-            if (h := copies.get(id(t))) is not None:
-                copies[id(t)] = h.clone() if h.data_ptr() == t.data_ptr() else h
-                copies[id(t)] = copies[id(t)].contiguous()
-        averaging.tensors.add_pending(copies)
-    return list(copies.values())
-
-
-def _within_range(weights: dict[int, float]) -> dict[int, float]:
-    """Return the weights divided by a power of two, so that each is below 1 and no sum overflows float32."""
-    _, exponent = math.frexp(max(weights.values()))
-    return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
-
-
-def _means_of(
-    attempt: Attempt,
-    weights: dict[int, float],
-    arrays: list[NDArray[Any]],
-    wanted: Sequence[bool],
-) -> list[NDArray[Any] | None]:
-    """Return the mean of each array over the ranks in `weights`; in one pass if all share a host's memory."""
-    means: dict[int, NDArray[Any] | None] = {}
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
-        places = [i for i, array in enumerate(arrays) if array.dtype == dtype]
-        same = [arrays[i] for i in places]
-        combine = functools.partial(_mean_in, weights)
-        found = attempt.elementwise(same, combine, sorted(weights), [wanted[i] for i in places])
-        if found is None:
-            found = [_mean(attempt, weights, array) for array in same]
-        means.update(zip(places, found, strict=True))
-    return [means[i] for i in range(len(arrays))]
-
-
-def _mean_in(
-    weights: dict[int, float], parts: Sequence[NDArray[Any]], result: NDArray[Any]
-) -> None:
-    """Write the weighted mean of `parts`, given in the order of their ranks, to `result`; as `_mean` does."""
-    result[:] = 0.0
-    for rank, part in zip(sorted(weights), parts, strict=True):
-        difference = part - parts[0]
-        difference *= weights[rank]
-        result += difference
-    result /= sum(weights.values())
-    result += parts[0]
-
-
-def _mean(attempt: Attempt, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:
-    """Return the mean over the ranks in `weights`: of differences to one rank, so equal models stay equal."""
-    reference = mine.copy()
-    attempt.broadcast(reference, min(weights))
-    weight = weights.get(attempt.rank, 0.0)
-    difference = weight * (mine - reference) if weight else np.zeros_like(mine)
-    return np.asarray(reference + attempt.allreduce(difference) / sum(weights.values()))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_adpsgd.training import moments
+from hvd_adpsgd.training.sharded import local
 
 __all__ = ["NEEDED", "Product", "Second", "copy_all", "correct", "multiply"]
 
@@ -58,6 +59,7 @@ class Product(NamedTuple):
 
 def copy_all(targets: Tensors, values: Tensors) -> None:
     """Copy each value to its target."""
+    targets, values = _parts(targets), _parts(values)
     if hasattr(torch, "_foreach_copy_") and targets:
         torch._foreach_copy_(targets, values)
         return
@@ -87,6 +89,8 @@ def correct(
         cross: x, raised where the moment cannot be of own gradients.
         lacking: q, a tensor of one number for each parameter.
     """
+    second, own, gradients, parameters = map(_parts, (second, own, gradients, parameters))
+    moment, cross = _parts(moment), _parts(cross)
     every = (second, own, gradients, parameters, moment, cross)
     compiled, left = _parted(*every)
     for i in compiled:
@@ -151,6 +155,7 @@ def multiply(
         before: without.
         offered: as peers had them.
     """
+    cross, moment, before, offered = map(_parts, (cross, moment, before, offered))
     every = (cross, moment, before, offered)
     compiled, left = _parted(*every)
     for i in compiled:
@@ -195,6 +200,11 @@ def _kept(
     torch._foreach_mul_(share, -rate)
     torch._foreach_add_(share, 1)
     return share
+
+
+def _parts(tensors: Tensors) -> Tensors:
+    """Return the parts of DTensors that this learner holds; plain tensors themselves."""
+    return [local(tensor) for tensor in tensors]
 
 
 def _parted(*every: Tensors) -> tuple[list[int], list[int]]:

@@ -17,6 +17,7 @@ from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.training.devices import is_staged
+from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.shared_moments import Adaptive
 
 __all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
@@ -33,6 +34,7 @@ class AveragingSpec:
         buffers: (name, tensor) pairs of tensors that are averaged but not trained.
         moments: the moments of the optimizer that super learners share; None: none.
         averages_gradients: whether this library, not the script, averages gradients in the super learner.
+        is_sharded: whether each learner holds, and averages, a part of every tensor (DTensors).
         arguments: "name=value" of each argument of DistributedOptimizer that is no tensor.
     """
 
@@ -43,6 +45,7 @@ class AveragingSpec:
     arguments: list[str]
     moments: Adaptive | None = None
     averages_gradients: bool = True
+    is_sharded: bool = False
 
     @property
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -80,14 +83,17 @@ class Parameters:
 
     The engine reads and corrects a contiguous CPU tensor in place. A strided CPU tensor has a contiguous
     copy, which is filled before a step's corrections are applied and copied back after. If a tensor is on
-    another device, `staging` copies all tensors, and `addresses` is not used.
+    another device, `staging` copies all tensors, and `addresses` is not used. Of a DTensor this learner's
+    part is averaged.
 
     Attributes:
+        given: the tensors as the user has them; `tensors` the parts of them that this learner holds.
         staged: whether a tensor is on a device that the engine's loops cannot access.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.given: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self._known: set[int] = set()
         self.staged = False
@@ -101,13 +107,16 @@ class Parameters:
         Raises:
             ModelMismatchError: if two tensors share memory, or for a dtype that is not averaged.
         """
-        named = list(named)
-        _require_own_memory(zip(self.names, self.tensors, strict=True), named)
+        added: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        for name, given in named:
+            if given not in self and id(given) not in added:
+                added[id(given)] = name, given, local(given)
+        parts = [(name, part) for name, _, part in added.values()]
+        _require_own_memory(zip(self.names, self.tensors, strict=True), parts)
         specs = []
-        for name, tensor in named:
-            if tensor in self:
-                continue
-            self._known.add(id(tensor))
+        for name, given, tensor in added.values():
+            self._known.add(id(given))
+            self.given.append(given)
             specs.append(TensorSpec(name, tuple(tensor.shape), averaged_dtype(tensor)))
             self.names.append(name)
             self.tensors.append(tensor)
@@ -117,7 +126,7 @@ class Parameters:
         return specs
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._known  # ids stay unique, as self.tensors keeps the tensors alive
+        return id(tensor) in self._known  # ids stay unique, as self.given keeps the tensors alive
 
     def addresses(self) -> NDArray[np.uintp]:
         """Return the address of each tensor's memory, or of its contiguous copy, which this call fills."""
@@ -159,10 +168,17 @@ class Parameters:
             DeviceMovedError: if a tensor is on another device than when the optimizer was wrapped.
             ModelMismatchError: if a tensor's shape or dtype has changed.
         """
+        self._follow()
         now = [(t.device, t.dtype, t.shape) for t in self.tensors]
         if now != self._as_wrapped:
             changed = next(i for i, kind in enumerate(self._as_wrapped) if now[i] != kind)
             self._refuse(changed, *now[changed])
+
+    def _follow(self) -> None:
+        """Find the parts of DTensors where they are now: fully_shard may move them in the first forward."""
+        for given, tensor in zip(self.given, self.tensors, strict=True):
+            if given is not tensor and (now := local(given)).data_ptr() != tensor.data_ptr():
+                tensor.data = now
 
     def _refuse(self, i: int, device: torch.device, dtype: torch.dtype, shape: torch.Size) -> None:
         """Raise DeviceMovedError or ModelMismatchError for tensor number `i`, which has changed."""

@@ -73,13 +73,10 @@ def _unfit(parameter: torch.Tensor) -> str:
             "is on the meta device and has no values. Load the model first (`model.to_empty(...)`, then "
             "its weights), then make the optimizer and wrap it."
         )
-    sharded = (
-        "; every learner needs the whole model. Wrap the optimizer of the plain module instead."
-    )
     if getattr(parameter, "_fsdp_flattened", False):
-        return f"is a part of a FullyShardedDataParallel model{sharded}"
-    if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-        return f"is a DTensor (fully_shard, tensor parallelism), of which every process holds a part{sharded}"
+        return (
+            "is a part of a FullyShardedDataParallel model. Use fully_shard (FSDP2) in its place."
+        )
     return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -27,6 +27,7 @@ from hvd_adpsgd.torch.collectives.calls import (
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
 from hvd_adpsgd.training.optimizer_state import load_in_place, options, set_options
+from hvd_adpsgd.training.sharded import is_sharded, local
 
 __all__ = [
     "broadcast",
@@ -106,7 +107,8 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
     """Overwrite the parameters of all learners with those of learner `root_rank` (the root).
 
     Args:
-        params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors.
+        params: `model.state_dict()`, `list(model.named_parameters())` or a list of tensors. DTensors become
+            those of the root's super learner.
         root_rank: rank of the root among all learners; None: the first surviving learner.
 
     Raises:
@@ -240,13 +242,37 @@ def broadcast_all(
 
     def operation(attempt: Attempt) -> None:
         root = _root_in(world, call)
-        for _, tensor in named:
-            staged = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-            attempt.broadcast(bytes_of(staged).numpy(), root)
-            if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
-                tensor.detach().copy_(staged)
+        _pass_on(attempt, root, [tensor for _, tensor in named if not is_sharded(tensor)])
+        parts = [local(tensor) for _, tensor in named if is_sharded(tensor)]
+        if parts and not world.collectives.joining:
+            _pass_on(*_among_counterparts(world, attempt, root), parts)
 
     run_call(world, call, operation)
+
+
+def _pass_on(attempt: Attempt, root: int, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        staged = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        attempt.broadcast(bytes_of(staged).numpy(), root)
+        if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
+            tensor.detach().copy_(staged)
+
+
+def _among_counterparts(world: World, attempt: Attempt, root: int) -> tuple[Attempt, int]:
+    """Return the attempt of this learner's counterparts, and which of them is in the root's super learner.
+
+    Raises:
+        PeerFailedError: if that learner has failed.
+    """
+    ranks = [i for i, rank in enumerate(attempt.ranks) if rank in world.counterparts]
+    group = next(group for group in world.groups if attempt.ranks[root] in group)
+    part = attempt.among(ranks)
+    if group[world.inner_rank] not in part.ranks:
+        raise PeerFailedError(
+            f"broadcast of a sharded model: learner {group[world.inner_rank]}, of the root's super learner, "
+            "has failed, and with it its part. Choose a root in another super learner."
+        )
+    return part, part.ranks.index(group[world.inner_rank])
 
 
 def _root_in(world: World, call: Call) -> int:

@@ -1,0 +1,93 @@
+"""Tensors of which each learner of a super learner holds a part: DTensors, as fully_shard (FSDP2) makes them.
+
+A learner averages its part with its counterparts, the learners with the same inner rank in the other super
+learners. No learner holds the whole model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_adpsgd.errors import ModelMismatchError
+
+__all__ = ["is_sharded", "local", "require_whole_shards", "sharding"]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this learner holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # its import takes long
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this learner's part of a DTensor, which shares the DTensor's memory; a plain tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    part: torch.Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
+    return part
+
+
+def sharding(tensor: torch.Tensor) -> str:
+    """Return how a DTensor is cut, to compare it between learners; "" for a plain tensor."""
+    if not is_sharded(tensor):
+        return ""
+    its: Any = tensor
+    return f" {its.placements} on {tuple(its.device_mesh.shape)}"
+
+
+def require_whole_shards(
+    named: Iterable[tuple[str, torch.Tensor]],
+    sizes: Sequence[int],
+    are_inside: Callable[[Sequence[int]], bool],
+) -> bool:
+    """Return whether an optimizer's parameters are sharded in the super learner; raise if it is otherwise.
+
+    Args:
+        named: names and parameters.
+        sizes: number of learners of each super learner.
+        are_inside: tells whether these ranks of torch.distributed are the learners of the super learner.
+
+    Raises:
+        ModelMismatchError: for a DTensor that two learners of the super learner hold alike, or that spans
+            other learners; for DTensors beside plain parameters; for super learners of different sizes.
+    """
+    named = list(named)
+    cut = [(name, tensor) for name, tensor in named if is_sharded(tensor)]
+    for name, tensor in cut:
+        _require_fit(name, tensor, are_inside)
+    if cut and len(cut) < len(named):
+        plain = next(name for name, tensor in named if not is_sharded(tensor))
+        raise ModelMismatchError(
+            f"parameter {cut[0][0]!r} is sharded over the super learner, and {plain!r} is not: every learner "
+            "holds it whole. Use fully_shard on the whole model, without ignored_params; or wrap an "
+            "optimizer of its own for each kind."
+        )
+    if cut and len(set(sizes)) > 1:
+        raise ModelMismatchError(
+            f"parameter {cut[0][0]!r} is sharded, and the super learners have {', '.join(map(str, sizes))} "
+            "learners: their shards differ. Start super learners of one size "
+            "(HVD_ADPSGD_SUPER_LEARNER_SIZE)."
+        )
+    return bool(cut)
+
+
+def _require_fit(name: str, tensor: Any, are_inside: Callable[[Sequence[int]], bool]) -> None:
+    alike = [placement for placement in tensor.placements if not placement.is_shard()]
+    if alike:
+        raise ModelMismatchError(
+            f"parameter {name!r} is a DTensor with {alike[0]} in {tensor.placements}: learners of a super "
+            "learner would average the same shard apart. Use a mesh of one dimension over all learners of "
+            "the super learner: super learners take the place of HSDP's replicas."
+        )
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    if not are_inside(ranks):
+        raise ModelMismatchError(
+            f"parameter {name!r} is sharded over ranks {ranks} of torch.distributed, which are not the "
+            "learners of this super learner. Call hvd.super_learner_group() before fully_shard, or pass "
+            "fully_shard a mesh of that group (DeviceMesh.from_group)."
+        )

@@ -1,0 +1,351 @@
+# ruff: noqa: E402
+"""Models of which each learner holds a part (fully_shard): means, checkpoints, refusals, a learner that ends.
+
+Arguments: a folder for the checkpoint; then the cases to run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# DTensors use torch's compiler, and tests/quick keeps it out
+sys.modules.pop("torch._dynamo", None)
+
+import torch
+import torch.distributed.checkpoint as dcp
+from learner import say
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.errors import AdpsgdError
+from hvd_adpsgd.launch import world as worlds
+
+ROUND, ROUNDS = 5, 400
+NEW = "HVD_ADPSGD_JOIN" in os.environ
+
+
+class Block(torch.nn.Module):
+    """Attention and a small perceptron; sizes that do not divide evenly."""
+
+    def __init__(self, width: int = 12):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 17), torch.nn.Linear(17, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def transformer(dtype: torch.dtype = torch.float64, seed: int = 0, **how: Any) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(12, 1)).to(dtype)
+    for block in model[:2]:
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    return model
+
+
+def parts(model: torch.nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [p.to_local().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def mean_of_counterparts(values: torch.Tensor) -> torch.Tensor:
+    """The mean over super learners of what learners with this inner rank give."""
+    world = worlds.current()
+    told = hvd.allgather_object((world.inner_rank, values.tolist()))
+    mine = [
+        torch.tensor(its, dtype=torch.float64) for rank, its in told if rank == world.inner_rank
+    ]
+    return torch.stack(mine).mean(0)
+
+
+class Steps:
+    """Trains a model, and adds up what its optimizer itself has changed on this learner."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.model = model
+        self.start = flat(parts(model)).clone()
+        self.own = torch.zeros_like(self.start)
+        self.plain = torch.optim.Optimizer
+        named = list(model.named_parameters())
+        self.optimizer: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
+        self.optimizer.register_step_pre_hook(self.before)
+        self.optimizer.register_step_post_hook(self.after)
+        self.data = torch.Generator().manual_seed(hvd.rank())
+        self.dtype = next(model.parameters()).dtype
+
+    def before(self, *_: Any) -> None:
+        self._held = flat(parts(self.model)).clone()
+
+    def after(self, *_: Any) -> None:
+        self.own += flat(parts(self.model)) - self._held
+
+    def backward(self) -> torch.Tensor:
+        x = torch.randn(3, 4, 12, generator=self.data, dtype=torch.float64).to(self.dtype)
+        loss = (self.model(x) - x.sum(2, keepdim=True)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step(self, passes: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for i in range(passes):
+            self.model.set_requires_gradient_sync(i == passes - 1)  # type: ignore[operator]
+            self.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def until_corrected(self, passes: int = 1) -> None:
+        """Make steps until exchanges have changed the part of every learner that has one."""
+        for _ in range(ROUNDS):
+            for _ in range(ROUND):
+                self.step(passes)
+            moved = flat(parts(self.model)) - self.start - self.own
+            if all(hvd.allgather_object(not moved.numel() or bool(moved.abs().max() > 1e-6))):
+                return
+        raise AssertionError(f"no exchange in {ROUND * ROUNDS} steps")
+
+    def error(self) -> float:
+        """How far the mean model is from what local updates alone make of it."""
+        with hvd.averaged(self.model):
+            found = flat(parts(self.model)).clone()
+        return float((found - mean_of_counterparts(self.start + self.own)).abs().max())
+
+
+def outcome(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (AdpsgdError, hvd.HorovodInternalError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+# ---- cases: each returns what is said ---------------------------------------------------------------
+
+
+def law(optimizer: str, dtype: str = "float64", passes: int = 1, **how: Any) -> dict[str, Any]:
+    model = transformer(getattr(torch, dtype), **how)
+    torch.nn.Module.requires_grad_(model)
+    steps = Steps(model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01))
+    steps.until_corrected(passes)
+    error, held = steps.error(), engine_nbytes(steps.optimizer)
+    steps.optimizer.close()
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    own = sum(p.numel() * p.element_size() for p in parts(model))
+    return {"error": error, "held": held, "whole": whole, "own": own}
+
+
+def engine_nbytes(optimizer: Any) -> int:
+    layout = optimizer._averaging.engine.memory.layout
+    return sum(part.nbytes for part in layout.parts)
+
+
+def means() -> dict[str, Any]:
+    """The means against those that are computed from what all learners gather."""
+    world = worlds.current()
+    model = transformer(seed=1 + world.super_rank)
+    expected = mean_of_counterparts(flat(parts(model)))
+    mine = float((flat(parts(model)) - expected).square().sum())
+    squares = [0.0] * world.super_size
+    for rank, square in hvd.allgather_object((world.super_rank, mine)):
+        squares[rank] += square
+    distance = (sum(squares) / len(squares)) ** 0.5
+    found = hvd.consensus_distance(model)
+    hvd.average_model(model)
+    error = float((flat(parts(model)) - expected).abs().max())
+    after = hvd.consensus_distance(model)
+    other = transformer(seed=5 + world.super_rank)
+    root = world.groups[-1][0]
+    held = hvd.allgather_object((hvd.rank(), flat(parts(other)).tolist()))
+    hvd.broadcast_parameters(other.state_dict(), root_rank=root)
+    from_root = dict(held)[world.groups[-1][world.inner_rank]]
+    return {
+        "distance": abs(found - distance),
+        "error": error,
+        "after": after,
+        "broadcast": flat(parts(other)).tolist() == from_root,
+    }
+
+
+def checkpoint(folder: str) -> dict[str, Any]:
+    """The mean model and the optimizer's state, saved by super learner 0 without gathering."""
+    model = transformer(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps = Steps(model, optimizer)
+    steps.until_corrected()
+    with hvd.averaged(model):
+        if hvd.super_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": steps.optimizer.state_dict()}
+            dcp.save(state, checkpoint_id=folder, process_group=hvd.super_learner_group())
+        mean = whole(model)
+    steps.optimizer.close()
+    return {"mean": mean}
+
+
+def resume(folder: str) -> dict[str, Any]:
+    """Load it with other super learners, and train on."""
+    model = transformer(torch.float32, seed=7)
+    steps = Steps(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    steps.step()  # makes the state, into which the checkpoint is read
+    with hvd.averaging_paused():
+        state = {"model": model.state_dict(), "optimizer": steps.optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder, process_group=hvd.super_learner_group())
+        model.load_state_dict(state["model"])
+        steps.optimizer.load_state_dict(state["optimizer"])
+    loaded, rate = whole(model), steps.optimizer.param_groups[0]["lr"]
+    steps.start, steps.own = flat(parts(model)).clone(), torch.zeros_like(steps.own)
+    steps.until_corrected()
+    error = steps.error()
+    steps.optimizer.close()
+    return {"mean": loaded, "rate": rate, "error": error}
+
+
+def whole(model: torch.nn.Module) -> list[float]:
+    with torch.no_grad():
+        tensors = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+        return flat(tensors).tolist()
+
+
+def nonfinite() -> dict[str, Any]:
+    """One learner's part becomes NaN: all learners of its super learner say so in the next step."""
+    model = transformer()
+    steps = Steps(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    steps.step()
+
+    def spoil(*_: Any) -> None:
+        if hvd.rank() == hvd.size() - 1:
+            parts(model)[0].fill_(float("nan"))
+
+    steps.optimizer.register_step_post_hook(spoil)
+    errors = [outcome(steps.step) for _ in range(2)]
+    steps.optimizer.close()
+    return {"errors": errors}
+
+
+def joined() -> dict[str, Any]:
+    """The last learner is killed; another super learner comes in its place, with the mean and the moments."""
+    model = transformer()
+    steps = Steps(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    found: dict[str, Any] = {"new": NEW}
+    if NEW:
+        found["epoch"] = hvd.admit(model, steps.optimizer, state=-1)
+    epoch, victim = found.get("epoch", 0), hvd.size() - 1
+    while not (NEW or "after" in found):
+        for _ in range(ROUND):
+            steps.step()
+        if epoch == 1 and hvd.rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before, failed = mean_parts(model), bool(hvd.failed_ranks())
+        epoch = hvd.admit(model, steps.optimizer, state=epoch + 1)
+        if failed and not hvd.failed_ranks():
+            found["after"] = float((mean_parts(model) - before).abs().max())
+    if NEW:
+        mean_parts(model)
+    state = [steps.optimizer.state[p] for p in model.parameters()]
+    for name in ("exp_avg", "exp_avg_sq"):
+        values = flat([its[name].to_local() for its in state])
+        found[name] = (
+            values.abs().sum().item(),
+            float((mean_of_counterparts(values) - values).abs().max()),
+        )
+    steps.start, steps.own = flat(parts(model)).clone(), torch.zeros_like(steps.own)
+    steps.until_corrected()
+    return {**found, "error": steps.error(), "failed": list(hvd.failed_ranks())}
+
+
+def mean_parts(model: torch.nn.Module) -> torch.Tensor:
+    with hvd.averaged(model):
+        return flat(parts(model)).clone()
+
+
+def refusals() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (hvd.super_learner.size(),))
+    alone = torch.distributed.new_group(
+        [torch.distributed.get_rank()], use_local_synchronization=True
+    )
+
+    def wrap(model: torch.nn.Module, **how: Any) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return outcome(lambda: hvd.DistributedOptimizer(optimizer, **how))
+
+    def ignoring() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        fully_shard(model, ignored_params=set(model[1].parameters()))
+        return model
+
+    def with_placement(mesh: DeviceMesh, placement: Any) -> torch.nn.Module:
+        model = torch.nn.Linear(4, 4, bias=False)
+        weight = distribute_tensor(model.weight.detach(), mesh, [placement])
+        model.weight = torch.nn.Parameter(weight)
+        assert isinstance(model.weight, DTensor)
+        return model
+
+    return {
+        "mixed": wrap(ignoring()),
+        "replicated": wrap(with_placement(mesh, Replicate())),
+        "elsewhere": wrap(with_placement(DeviceMesh.from_group(alone, "cpu"), Shard(0))),
+        "rounds": wrap(transformer(), averaging="delay_by_one"),
+        "buffers": wrap(transformer(), buffers=torch.nn.BatchNorm1d(3)),
+        "twice": wrap(transformer(), average_gradients=True),
+    }
+
+
+def lost() -> dict[str, Any]:
+    """The last learner is killed: its super learner ends, the others train on."""
+    model = transformer()
+    steps = Steps(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    steps.step()
+    if hvd.rank() == hvd.size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if hvd.super_rank() == hvd.super_size() - 1:
+        try:
+            while True:
+                steps.step()
+        except (AdpsgdError, RuntimeError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+    while not all(hvd.allgather_object(bool(hvd.failed_ranks()))):  # learners make equal steps
+        steps.step()
+    steps.step()
+    return {"error": "", "failed": list(hvd.failed_ranks())}
+
+
+def main() -> None:
+    hvd.init()
+    folder, *chosen = sys.argv[1:]
+    hvd.super_learner_group()
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        "SGD": lambda: law("SGD"),
+        "AdamW": lambda: law("AdamW"),
+        "accumulation": lambda: law("AdamW", passes=3, reshard_after_forward=False),
+        "mixed precision": lambda: law(
+            "AdamW",
+            "float32",
+            mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32),
+        ),
+        "means": means,
+        "refusals": refusals,
+        "checkpoint": lambda: checkpoint(folder),
+        "nonfinite": nonfinite,
+        "lost": lost,
+        "resume": lambda: resume(folder),
+        "joined": joined,
+    }
+    for name in chosen:
+        say(rank=hvd.rank(), case=name, **cases[name]())
+
+
+if __name__ == "__main__":
+    main()

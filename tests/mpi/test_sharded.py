@@ -1,0 +1,151 @@
+"""Models of which each learner of a super learner holds a part: fully_shard (FSDP2) inside."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from tests.launcher import run_learners
+from tests.mpi.test_optimizer import PROGRAMS, SIZE
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+TORCH = {"HVD_ADPSGD_INNER": "torch"}
+CASES = ("SGD", "AdamW", "accumulation", "mixed precision", "means", "refusals", "nonfinite")
+Facts = dict[str, Any]
+
+
+@functools.cache
+def folder() -> str:
+    return tempfile.mkdtemp(prefix="sharded")
+
+
+def said(*cases: str, learners: int = 4, size: int = 2, **env: str) -> dict[str, list[Facts]]:
+    result = run_learners(
+        learners, PROGRAMS / "sharded.py", args=[folder(), *cases], env={SIZE: str(size), **env}
+    )
+    found: dict[str, list[Facts]] = defaultdict(list)
+    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
+        found[facts["case"]].append(facts)
+    for case in cases:
+        assert len(found[case]) == learners - (case == "lost"), result.report()
+    assert "lost" in cases or result.returncode == 0, result.report()
+    return found
+
+
+@functools.cache
+def first() -> dict[str, list[Facts]]:
+    """One launch for most tests; its last learner is killed at the end."""
+    return said(*CASES, "checkpoint", "lost", **TORCH)
+
+
+def require_law(facts: Facts, tolerance: float) -> None:
+    """The mean has moved by local updates only, and an engine holds no more than its learner's part."""
+    assert facts["error"] < tolerance, facts
+    assert facts["own"] < 0.6 * facts["whole"], facts
+
+
+@pytest.mark.parametrize("case", ["SGD", "AdamW", "accumulation"])
+def test_the_gathered_mean_moves_by_local_updates_only(case: str) -> None:
+    for facts in first()[case]:
+        require_law(facts, 1e-13)
+        tensors = 1 if case == "SGD" else 2  # and the first moments
+        assert facts["held"] <= tensors * facts["own"] + 128, facts  # chunks end at 64 bytes
+
+
+def test_mixed_precision() -> None:
+    for facts in first()["mixed precision"]:
+        require_law(facts, 1e-6)
+
+
+def test_means_against_those_of_gathered_values() -> None:
+    for facts in first()["means"]:
+        assert facts["distance"] < 1e-12 and facts["error"] < 1e-13, facts
+        assert facts["after"] < 1e-12
+        assert facts["broadcast"], "not the parts of the root's super learner"
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        (
+            "mixed",
+            ("ModelMismatchError", "is not: every learner", "Use fully_shard on the whole"),
+        ),
+        ("replicated", ("ModelMismatchError", "Replicate", "HSDP", "mesh of one dimension")),
+        ("elsewhere", ("ModelMismatchError", "are not the learners", "super_learner_group()")),
+        ("rounds", ("ConfigError", "averaging=delay_by_one", "use random_pairs")),
+        ("buffers", ("ConfigError", "buffers=", "leave buffers out")),
+        ("twice", ("ModelMismatchError", "average_gradients=True", "Leave the argument out")),
+    ],
+)
+def test_refused_by_name(case: str, parts: tuple[str, ...]) -> None:
+    for facts in first()["refusals"]:
+        for part in parts:
+            assert part in facts[case], facts
+
+
+def test_all_learners_of_a_super_learner_raise_if_one_part_is_not_finite() -> None:
+    *others, mate, own = first()["nonfinite"]
+    assert [facts["errors"] for facts in others] == [["nothing raised"] * 2] * 2
+    assert mate["errors"] == own["errors"]
+    for part in ("NonFiniteModelError: step 2", "learner 3", "super learner 1", "clip gradients"):
+        assert part in own["errors"][1], own
+
+
+def test_a_learner_that_is_killed_takes_its_super_learner_and_nobody_else() -> None:
+    one, two, mate = first()["lost"]
+    assert "LearnerFailedError" in mate["error"] or "RuntimeError" in mate["error"], mate
+    assert one["failed"] == two["failed"] == [2, 3]
+
+
+def test_a_checkpoint_resumes_with_other_super_learners() -> None:
+    """Saved by two learners of super learner 0, a part each; loaded by three super learners of one."""
+    saved = first()["checkpoint"]
+    found = said("resume", learners=3, size=1, **TORCH)["resume"]
+    for facts in found:
+        assert facts["mean"] == saved[0]["mean"], "not the averaged model"
+        assert facts["rate"] == 0.01
+        assert facts["error"] < 1e-6
+
+
+def require_joined(learners: int, launcher: str = "mpirun", **env: str) -> None:
+    result = run_learners(
+        learners,
+        PROGRAMS / "sharded.py",
+        args=[folder(), "joined"],
+        env={SIZE: "2", **env},
+        launcher=launcher,
+        fresh=True,
+    )
+    told = result.by_rank()
+    assert [facts["new"] for facts in told] == [False] * (learners - 2) + [True] * 2, (
+        result.report()
+    )
+    for facts in told:
+        assert facts["new"] or facts["after"] < 1e-13, "what joins changes the mean"
+        assert facts["failed"] == []
+        assert facts["error"] < 1e-13
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert facts[name][0] > 0, "no moments"
+
+
+def test_a_super_learner_joins_in_place_of_a_killed_one() -> None:
+    require_joined(4, **TORCH)
+
+
+@pytest.mark.extended
+def test_one_of_three_is_replaced() -> None:
+    require_joined(6, **TORCH)
+
+
+@pytest.mark.extended
+def test_with_horovod_inside() -> None:
+    found = said(*CASES)
+    for case in ("SGD", "AdamW", "accumulation"):
+        for facts in found[case]:
+            require_law(facts, 1e-13)
