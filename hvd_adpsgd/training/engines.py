@@ -152,7 +152,7 @@ class Engines:
     def end(self) -> None:
         """Stop the engine, which notifies the peers, and free its memory; takes bounded time."""
         world = self._world
-        self.current.stop(broken=world.teardown.fails)
+        self.current.stop(broken=world.teardown.fails or self._has_lost_a_learner())
         self.tell_membership()
         if not world.teardown.has_begun:
             world.membership.rejoin()
@@ -160,6 +160,14 @@ class Engines:
         self._tensors.close()
         self.current.release()
         self._tensors.memory = self.current.memory  # after release() the engine's memory is empty
+
+    def _has_lost_a_learner(self) -> bool:
+        """Whether a learner of this super learner has ended without having said that it leaves.
+
+        The script may not know it: it gets torch's error where torch averages its gradients.
+        """
+        world = self._world
+        return not world.failed_inside(0) <= set(world.collectives.left())
 
     @property
     def _world(self) -> World:

@@ -315,7 +315,8 @@ def lost() -> dict[str, Any]:
             while True:
                 steps.step()
         except (AdpsgdError, RuntimeError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            say(rank=hvd.rank(), case="lost", error=f"{type(error).__name__}: {error}")
+            raise
     while not all(hvd.allgather_object(bool(hvd.failed_ranks()))):  # learners make equal steps
         steps.step()
     steps.step()
