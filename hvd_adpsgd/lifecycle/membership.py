@@ -21,6 +21,7 @@ __all__ = ["Membership"]
 log = logging.getLogger("hvd_adpsgd")
 
 _REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure
+_THERE, _LEFT, _FAILED = range(3)  # bytes that the learners of a super learner share
 _NEWS = {
     PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
     "HVD_ADPSGD_DEADLINE_S if it is only slow.",
@@ -41,8 +42,8 @@ class Membership:
         groups: ranks of the learners of each super learner, by super_rank.
         names: names of the super learners for messages, by super_rank.
         own: this learner's super_rank.
-        left: a byte per super learner, in memory that this super learner's learners share; the leader sets it
-            to 1 if that super learner has left.
+        left: a byte per super learner, in memory that this super learner's learners share: _LEFT if it has
+            left, _FAILED if one of them has found it failed, which stays.
 
     Attributes:
         is_leader: whether this learner leads its super learner, and so may log failures as warnings.
@@ -83,7 +84,7 @@ class Membership:
         news = [(i, state) for i, state in news if self.states[i] is not final or state is final]
         for i, state in news:
             self.states[i] = state
-            self._left[i] = state is PeerState.LEFT
+            self._share(i, state)
         where = "" if step is None else f" at step {step}"
         for i, state in news:
             if (i, state) not in self._told:
@@ -93,6 +94,12 @@ class Membership:
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
             self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)
+
+    def _share(self, i: int, state: PeerState) -> None:
+        """Tell the learners of this super learner the state of super learner `i`; a failure stays."""
+        if self._left[i] != _FAILED:
+            kinds = {PeerState.LEFT: _LEFT, PeerState.FAILED: _FAILED}
+            self._left[i] = kinds.get(state, _THERE)
 
     def _staying(self, failed: bool) -> int:
         """Return how many super learners have not left; `failed`: whether to count failed super learners."""
@@ -112,7 +119,7 @@ class Membership:
     def are_minority(self, ranks: Collection[int]) -> bool:
         """Whether at most half of the super learners that have not left have all learners in `ranks`."""
         known = zip(self._groups, self._left, strict=False)
-        staying = [group for group, left in known if not left]
+        staying = [group for group, left in known if left != _LEFT]
         whole = sum(set(ranks).issuperset(group) for group in staying)
         return 2 * whole <= len(staying)
 
@@ -155,7 +162,7 @@ class Membership:
         for i, group in enumerate(self._groups):
             if set(ranks).issuperset(group) and self.states[i] is not PeerState.FAILED:
                 self.states[i] = PeerState.LEFT
-                self._left[i] = True
+                self._share(i, PeerState.LEFT)
                 self._departed.add(i)
 
     def mates_ended(self, ranks: Collection[int]) -> None:
@@ -178,7 +185,7 @@ class Membership:
         """After a super learner has joined: mark those in `members` as alive, and all others as failed."""
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
-            self._left[i] = False
+            self._left[i] = _THERE
         self._departed.clear()
         self.is_minority = False
         self._told.clear()
@@ -191,7 +198,7 @@ class Membership:
         for i, state in enumerate(self.states):
             if state is PeerState.LEFT and i not in self._departed:
                 self.states[i] = PeerState.ALIVE
-                self._left[i] = False
+                self._share(i, PeerState.ALIVE)
 
     @property
     def own_failed(self) -> bool:
@@ -201,7 +208,9 @@ class Membership:
     def have_left(self, ranks: Collection[int]) -> bool:
         """Whether all super learners with a learner in `ranks` have left."""
         groups = enumerate(self._groups)
-        return all(self._left[i] for i, group in groups if not set(ranks).isdisjoint(group))
+        return all(
+            self._left[i] == _LEFT for i, group in groups if not set(ranks).isdisjoint(group)
+        )
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Return the ranks of the learners of failed super learners, in ascending order.
@@ -215,7 +224,7 @@ class Membership:
             sorted(
                 rank
                 for group, state, left in states
-                if state is PeerState.FAILED or (not left and not set(ended).isdisjoint(group))
+                if state is PeerState.FAILED or (left != _LEFT and not set(ended).isdisjoint(group))
                 for rank in group
             )
         )

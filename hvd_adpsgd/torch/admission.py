@@ -30,11 +30,12 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
-from hvd_adpsgd.training.join_parts import exchange_parts, mesh_of
+from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model, mean_moments
 from hvd_adpsgd.training.pause import averaging_paused, resume
 from hvd_adpsgd.training.presence import held, live, order_as, renumber
+from hvd_adpsgd.training.sharded import reshard
 
 __all__ = ["admit", "replace_failed"]
 
@@ -94,6 +95,7 @@ def admit(
         SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
     world = worlds.current()
+    reshard(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     order_as(optimizers)
     if world.collectives.joining:
@@ -310,7 +312,7 @@ def _admit(
         _joined.add(chosen.number)
         if candidate is not None:
             here.remove(candidate)
-        if any(map(mesh_of, optimizers)):  # parts are exchanged after this, in the pause
+        if has_parts(model):  # parts are exchanged after this, in the pause
             _give(world, new_group, senders, data, share, values)
             exchange_parts(worlds.current(), model, live(), _of(senders[0]), chosen.number)
             share, senders = (), ()
@@ -488,7 +490,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     told = _receive(new_group, model)
     joiner.received()
     told.give(optimizers)
-    if any(map(mesh_of, optimizers)):
+    if has_parts(model):
         world = worlds.current()
         exchange_parts(world, model, live(), _of(senders[0]), world.super_rank)
     for averaging in live():

@@ -36,6 +36,7 @@ from hvd_adpsgd.torch.optimizer_arguments import (
     inner_process_set,
     listed,
     make_spec,
+    require_same_kind,
     trained_tensors,
 )
 from hvd_adpsgd.torch.plain_optimizer import (
@@ -355,6 +356,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
             f"add_param_group with averaging={self._averaging.spec.strategy.spec()}, which keeps tensors "
             "of its own for each parameter: wrap a new optimizer with all groups instead."
         )
+    require_same_kind(self._averaging.world, self._averaging.spec, param_group)
     self._parent.add_param_group(self, param_group)
     group = self.param_groups[-1]
     names = {

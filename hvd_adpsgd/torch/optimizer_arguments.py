@@ -28,7 +28,14 @@ from hvd_adpsgd.training.sharded import require_whole_shards
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
 from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
 
-__all__ = ["NamedTensors", "inner_process_set", "listed", "make_spec", "trained_tensors"]
+__all__ = [
+    "NamedTensors",
+    "inner_process_set",
+    "listed",
+    "make_spec",
+    "require_same_kind",
+    "trained_tensors",
+]
 
 
 log = logging.getLogger("hvd_adpsgd")
@@ -94,6 +101,23 @@ def make_spec(
     moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
     tensors = trained, _floating(buffers)
     return AveragingSpec(strategy, config, *tensors, arguments, moments, averages, is_cut)
+
+
+def require_same_kind(world: World, spec: AveragingSpec, group: dict[str, Any]) -> None:
+    """Raise ModelMismatchError if a param_group to be added is not sharded as the optimizer's are."""
+    given = group["params"]
+    named = [
+        (f"added {i}", p)
+        for i, p in enumerate([given] if isinstance(given, torch.Tensor) else list(given))
+    ]
+    group["params"] = [p for _, p in named]  # it may be readable only once
+    sizes = list(map(len, world.groups))
+    is_cut = require_whole_shards(named, sizes, functools.partial(are_inside, world))
+    if named and is_cut != spec.is_sharded:
+        raise ModelMismatchError(
+            f"add_param_group: its tensors are {'' if is_cut else 'not '}sharded, those of the optimizer "
+            f"{'are not' if is_cut else 'are'}. Use an optimizer of its own for each kind."
+        )
 
 
 def _require_shardable(strategy: Strategy, buffers: Any, world: World) -> None:

@@ -17,7 +17,7 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.means import means_of_models
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = ["Outline", "exchange_parts", "filled", "mesh_of", "outlined"]
+__all__ = ["Outline", "exchange_parts", "filled", "has_parts", "mesh_of", "outlined", "state_of"]
 
 
 class Outline(NamedTuple):
@@ -67,6 +67,11 @@ def mesh_of(optimizer: torch.optim.Optimizer | None) -> Any:
     return cut[0].device_mesh if cut else None
 
 
+def has_parts(model: torch.nn.Module) -> bool:
+    """Whether a model has DTensors."""
+    return any(is_sharded(tensor) for tensor in (*model.parameters(), *model.buffers()))
+
+
 @torch.no_grad()
 def exchange_parts(
     world: World, model: torch.nn.Module, averagings: Sequence[Averaging], source: int, joins: int
@@ -107,11 +112,17 @@ def _state(averaging: Averaging) -> list[torch.Tensor]:
     """Return the DTensors of an optimizer's state and of the update rule, in one order on all learners."""
     optimizer = averaging.optimizer()
     assert optimizer is not None, "`held` keeps the optimizers"
+    found = state_of(optimizer)
+    for _, tensors in sorted(averaging.rule.tensors().items()):
+        found += tensors
+    return [each for each in found if is_sharded(each)]
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state, in one order on all learners."""
     found: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             its = optimizer.state.get(parameter, {})
             found += [its[key] for key in sorted(its)]
-    for _, tensors in sorted(averaging.rule.tensors().items()):
-        found += tensors
-    return [each for each in found if isinstance(each, torch.Tensor) and is_sharded(each)]
+    return [each for each in found if isinstance(each, torch.Tensor)]

@@ -20,7 +20,7 @@ from hvd_adpsgd.training.means import finite_means, means_of_models
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live
-from hvd_adpsgd.training.sharded import is_sharded, local
+from hvd_adpsgd.training.sharded import is_sharded, local, reshard
 
 __all__ = ["average_model", "averaged", "consensus_distance", "mean_model", "mean_moments"]
 
@@ -162,6 +162,7 @@ def averaged(
             for tensor, mean in zip(named, means, strict=True):
                 local(tensor).data.copy_(mean)
             del means
+            left.callback(reshard, *modules)  # called first: the block may have evaluated the model
         concerned = [
             a
             for a in live()
@@ -264,6 +265,7 @@ def _floating(
 ) -> list[torch.Tensor]:
     """Return the tensors of the modules that can be averaged, each once, in one order on all learners."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
+    reshard(*(module for module in modules if isinstance(module, torch.nn.Module)))
     for i, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["is_sharded", "local", "require_whole_shards", "sharding"]
+__all__ = ["is_sharded", "local", "require_whole_shards", "reshard", "sharding"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -30,6 +30,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     part: torch.Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
     return part
+
+
+def reshard(*modules: torch.nn.Module) -> None:
+    """Put the DTensors of fully_shard back: a forward without backward leaves whole tensors in modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(fsdp, "FSDPModule", ())  # older torch lacks it
+    for module in modules:
+        for each in module.modules():
+            if isinstance(each, kind):
+                each.reshard()
 
 
 def sharding(tensor: torch.Tensor) -> str:

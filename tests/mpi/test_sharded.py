@@ -15,7 +15,10 @@ from tests.mpi.test_optimizer import PROGRAMS, SIZE
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 TORCH = {"HVD_ADPSGD_INNER": "torch"}
-CASES = ("SGD", "AdamW", "accumulation", "mixed precision", "means", "refusals", "nonfinite")
+CASES = (
+    *("SGD", "AdamW", "accumulation", "mixed precision", "means", "evaluated", "states", "added"),
+    *("refusals", "nonfinite"),
+)
 Facts = dict[str, Any]
 
 
@@ -67,6 +70,33 @@ def test_means_against_those_of_gathered_values() -> None:
         assert facts["distance"] < 1e-12 and facts["error"] < 1e-13, facts
         assert facts["after"] < 1e-12
         assert facts["broadcast"], "not the parts of the root's super learner"
+
+
+def test_forward_passes_without_backward() -> None:
+    """Of evaluations, inside `averaged` and outside: the mean is the mean, and the own model comes back."""
+    for facts in first()["evaluated"]:
+        assert all(facts["outputs"]), "learners evaluate different models"
+        assert facts["differs"] and facts["kept"]
+        assert facts["law"] < 1e-13 and facts["mean"] < 1e-13, facts
+
+
+def test_the_optimizer_state_of_counterparts() -> None:
+    for facts in first()["states"]:
+        assert facts["same"], "not the moments of the counterpart in the root's super learner"
+        assert facts["rate"] == 0.02
+
+
+def test_what_is_added_has_to_be_sharded_alike() -> None:
+    for facts in first()["added"]:
+        assert "ModelMismatchError: add_param_group: its tensors are not sharded" in facts["plain"]
+        assert "ModelMismatchError: add_param_group: its tensors are sharded" in facts["sharded"]
+        assert "ConfigError: allreduce got a DTensor" in facts["reduced"]
+        assert facts["same"] == "nothing raised"
+
+
+def test_one_super_learner() -> None:
+    for facts in said("one super learner", learners=2, size=2, **TORCH)["one super learner"]:
+        assert facts["same"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
+from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined, state_of
 from hvd_adpsgd.training.optimizer_state import load_in_place, options, set_options
 from hvd_adpsgd.training.sharded import is_sharded, local
 
@@ -119,7 +120,9 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
     named = _named(params)
     require_dense("broadcast_parameters", named)
     if inner_process_set(None, "broadcast_parameters") is not None:
-        horovod.broadcast_parameters(params, root_rank or 0)
+        # of a DTensor each learner holds the part of the root's super learner: there is one
+        whole = [(name, tensor) for name, tensor in named if not is_sharded(tensor)]
+        horovod.broadcast_parameters(params if len(whole) == len(named) else whole, root_rank or 0)
         return
     broadcast_all("broadcast_parameters", None, named, root_rank)
 
@@ -157,6 +160,9 @@ def broadcast_optimizer_state(
         CollectiveMismatchError: on all learners, if their parameter groups differ in size.
         PeerFailedError: if the root has failed.
     """
+    if mesh_of(optimizer) is not None:
+        _broadcast_sharded_state(optimizer, root_rank)
+        return
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
         held = options(optimizer)
         horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
@@ -174,6 +180,25 @@ def broadcast_optimizer_state(
     if data is not None:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         load_in_place(optimizer, state)
+
+
+def _broadcast_sharded_state(optimizer: torch.optim.Optimizer, root_rank: int | None) -> None:
+    """As broadcast_optimizer_state, for DTensors: learners get the parts of their counterparts."""
+    state = filled(
+        broadcast_object(outlined(optimizer.state_dict()), root_rank), mesh_of(optimizer)
+    )
+    world = worlds.current()
+    is_first = root_rank is None or world.collectives.joining
+    if world.rank != (world.collectives.ranks[0] if is_first else root_rank):
+        own = optimizer.state_dict()["state"]
+        for i, its in state["state"].items():  # the parts of a learner that has them already
+            for key, value in its.items():
+                if isinstance(value, torch.Tensor) and is_sharded(value) and key in own.get(i, {}):
+                    value.copy_(own[i][key])
+        load_in_place(optimizer, state)
+    if world.super_size > 1:
+        parts = [t for t in state_of(optimizer) if is_sharded(t)]
+        broadcast_all("broadcast_optimizer_state", None, [(None, t) for t in parts], root_rank)
 
 
 def _saved(state: dict[str, Any]) -> bytes:

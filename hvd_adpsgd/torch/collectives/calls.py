@@ -11,6 +11,7 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.training.sharded import is_sharded
 from hvd_adpsgd.training.super_learner import horovods
 
 __all__ = [
@@ -29,6 +30,11 @@ def require_tensor(doing: str, tensor: Any) -> None:
         raise ConfigError(
             f"{doing} got a {type(tensor).__name__}, allowed is a tensor. Pass `torch.as_tensor(...)`, one "
             "tensor a call, or use allgather_object or broadcast_object for other values."
+        )
+    if is_sharded(tensor):
+        raise ConfigError(
+            f"{doing} got a DTensor, of which each learner holds a part. Pass its `to_local()` or its "
+            "`full_tensor()`."
         )
 
 

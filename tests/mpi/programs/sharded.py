@@ -219,6 +219,105 @@ def whole(model: torch.nn.Module) -> list[float]:
         return flat(tensors).tolist()
 
 
+def evaluated(**how: Any) -> dict[str, Any]:
+    """Forward passes without backward, after which fully_shard leaves whole tensors in the model."""
+    model = transformer(**how)
+    steps = Steps(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    steps.until_corrected()
+    x = torch.ones(2, 3, 12, dtype=torch.float64)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        model(x)
+        with hvd.averaged(model):
+            mean = model(x)
+        after = model(x)
+    own = flat(parts_after(model)).clone()
+    steps.step()
+    found["law"] = steps.error()
+    with torch.no_grad():
+        model(x)
+    before = mean_parts(model)
+    with torch.no_grad():
+        model(x)
+    hvd.average_model(model)
+    found["mean"] = float((flat(parts(model)) - before).abs().max())
+    found["outputs"] = [
+        flat([mean]).tolist() == its for its in hvd.allgather_object(flat([mean]).tolist())
+    ]
+    found["differs"] = bool((mean - after).abs().max() > 0)
+    found["kept"] = own.numel() == steps.start.numel()
+    steps.optimizer.close()
+    return found
+
+
+def parts_after(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parts of a model after a forward pass."""
+    hvd.consensus_distance(model)
+    return parts(model)
+
+
+def states() -> dict[str, Any]:
+    """broadcast_optimizer_state: learners get the parts of their counterparts in the root's super learner."""
+    world = worlds.current()
+    model = transformer(seed=world.super_rank)
+    steps = Steps(model, torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + world.super_rank)))
+    for _ in range(2):
+        steps.step()
+    root = world.groups[-1][0]
+
+    def held() -> list[float]:
+        state = steps.optimizer.state
+        tensors = [
+            state[p][name].to_local()
+            for p in model.parameters()
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        return flat(tensors).tolist()
+
+    with hvd.averaging_paused():
+        told = dict(hvd.allgather_object((hvd.rank(), held())))
+        hvd.broadcast_optimizer_state(steps.optimizer, root_rank=root)
+        same = held() == told[world.groups[-1][world.inner_rank]]
+    rate = steps.optimizer.param_groups[0]["lr"]
+    steps.step()
+    steps.optimizer.close()
+    return {"same": same, "rate": rate}
+
+
+def added() -> dict[str, Any]:
+    model, more = transformer(), torch.nn.Linear(3, 3)
+    sharded = Steps(model, torch.optim.SGD(model.parameters(), lr=0.01)).optimizer
+    plain = hvd.DistributedOptimizer(torch.optim.SGD(more.parameters(), lr=0.01))
+    others = [*transformer().parameters()]
+    found = {
+        "plain": outcome(
+            lambda: sharded.add_param_group({"params": torch.nn.Linear(2, 2).parameters()})
+        ),
+        "sharded": outcome(lambda: plain.add_param_group({"params": others})),
+        "reduced": outcome(lambda: hvd.allreduce(others[0])),
+        "same": outcome(lambda: sharded.add_param_group({"params": others})),
+    }
+    sharded.close()
+    plain.close()
+    return found
+
+
+def one_super_learner() -> dict[str, Any]:
+    """Plain training: nothing is averaged between super learners, and broadcasts leave parts as they are."""
+    model = transformer()
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 12, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    before = flat(parts(model)).tolist()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with hvd.averaged(model):
+        same = flat(parts(model)).tolist() == before
+    return {"same": same}
+
+
 def nonfinite() -> dict[str, Any]:
     """One learner's part becomes NaN: all learners of its super learner say so in the next step."""
     model = transformer()
@@ -340,6 +439,10 @@ def main() -> None:
         "refusals": refusals,
         "checkpoint": lambda: checkpoint(folder),
         "nonfinite": nonfinite,
+        "evaluated": evaluated,
+        "states": states,
+        "added": added,
+        "one super learner": one_super_learner,
         "lost": lost,
         "resume": lambda: resume(folder),
         "joined": joined,
