@@ -208,8 +208,9 @@ class Config:
         None,
         str,
         "",
-        "16-bit format of models in messages; None: the model's own",
-        choices=("float16", "bfloat16"),
+        "format of models in messages: 16 bits, or differences in 8 or 4 bits between hosts; None: the "
+        "model's own",
+        choices=("float16", "bfloat16", "int8", "int4"),
         optional=True,
     )
     moments: str | None = _option(

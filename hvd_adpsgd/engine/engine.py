@@ -31,7 +31,7 @@ import numpy as np
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
-from hvd_adpsgd.engine.layout import DTYPE_CODES
+from hvd_adpsgd.engine.layout import DTYPE_CODES, WIRE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
@@ -157,7 +157,7 @@ class Engine:
             np.array([rank for rank in wanted if rank != NOBODY], dtype=np.intc),
             self._plan.weight,
             config.exchanges_per_step,
-            -1 if wire is None else DTYPE_CODES[wire],
+            -1 if wire is None else WIRE_CODES[wire],
             # offered_only: rounds of pairs average the models as offered, as the mixing matrix demands
             self._plan.in_pairs,
             config.deadline_s,
@@ -330,7 +330,7 @@ class Engine:
             _LEFT_OUT,
             ", ".join(names[:_NAMES]),
             f" and {len(names) - _NAMES} more tensors" if len(names) > _NAMES else "",
-            f" in {wire}" if wire else "",
+            f" in {wire}" if wire in DTYPE_CODES else "",
             cure,
         )
 

@@ -17,10 +17,21 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["DTYPE_CODES", "WHOLE", "ChunkSpec", "Layout", "LayoutPart", "Shard", "TensorSpec"]
+__all__ = [
+    "DTYPE_CODES",
+    "WHOLE",
+    "WIRE_CODES",
+    "ChunkSpec",
+    "Layout",
+    "LayoutPart",
+    "Shard",
+    "TensorSpec",
+]
 
 # Element types by name, with the codes of ext/c/kernels.h.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+# Formats of chunks in messages, with the codes of the engine; others travel in the tensors' own type.
+WIRE_CODES = {"float16": 3, "bfloat16": 2, "int8": 4, "int4": 5}
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 

@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "average_other_models": ("ModelMismatchError", ("average_model", "learner 1", "[3, 3]")),
     "no_exchanges": ("ConfigError", ("exchanges_per_step", "is 0", "> 0 and <= 64")),
     "no_staleness": ("ConfigError", ("max_staleness", "is 0", "int 1 to 1e+09")),
-    "no_wire": ("ConfigError", ("wire_dtype", "int8", "float16")),
+    "no_wire": ("ConfigError", ("wire_dtype", "int2", "float16")),
     "no_strategy": ("ConfigError", ("random_pair'", "Did you mean random_pairs")),
     "no_seed": ("ConfigError", ("seed=x", "seed=<int>")),
     "copy": ("CopyError", ("state_dict()",)),

@@ -54,6 +54,13 @@ def test_means_long_after_a_loss(seed: int) -> None:
     run(replace(scenario, steps=300, latency_s=latency_s, faults=crashes))
 
 
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_few_bits_keep_the_promises(wire: str) -> None:
+    """Between hosts, where messages carry differences; whatever these are, both sides merge the same."""
+    for seed in range(200):
+        run(replace(Scenario.random(seed), wire=wire, hosts=(), shown=False))
+
+
 def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:
     """The sum of all models moves by local updates only, as in float32; a unit in the last place is 1/16."""
     for seed in range(100):

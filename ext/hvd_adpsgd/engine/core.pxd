@@ -82,6 +82,8 @@ cdef enum Way:              # how the two sides of an exchange average a chunk
     WRITTEN = 1             # each side writes its snapshot to shared memory, and sends its Place
     COMPARES = 2            # this side reads the peer's model in shared memory, and writes the difference
     AWAITS = 3              # the peer writes the difference, and this side waits for its Place
+    OFFERS = 4              # this side sends its snapshot in few bits, and waits for the difference
+    ANSWERS = 5             # the peer sends its snapshot, and this side answers with the difference
 
 cdef struct Lane:
     bint busy
@@ -114,7 +116,7 @@ cdef struct Exchange:
     int next                # the first chunk that is not yet begun; counts from `first`
     int done
     int channel
-    int answers             # channel of the messages that name the Place of a difference
+    int answers             # channel of the messages with a difference, or its Place
     bint cut ""               # this side has sent CUT
     bint held               # ... and begins no chunk until CUT_SEEN returns the new `nchunks`
     double began
@@ -137,10 +139,12 @@ cdef struct Pairs:
     int64_t cursor
     double weight
     int wire_type           # element type of chunks on the wire, -1: the model's element type
+    int bits                # 4 or 8: chunks go over the wire in so many bits per element; 0: as wire_type
     bint offered_only
     double share            # fraction of the model's chunks that one exchange moves
     double deadline_s
     int64_t lane_nbytes
+    int64_t room            # bytes of a private buffer: with few bits, also for the steps of a chunk's blocks
     int lanes               # chunks of one exchange in flight at once, at most LANES
     # exchanges
     Exchange* running       # exchanges that are not over, newest first

@@ -16,6 +16,12 @@ sides alternate from chunk to chunk:
                                   merge it
     merge it     <------------    the place of the difference, and the step of the awaiting side's model
 
+In few bits (codes.h) the same over the wire, whose bytes count there:
+
+    offers                        answers
+    snapshot in few bits ---->    difference of the two models, in as few; merge it
+    merge it     <------------    the difference
+
 If the peer's trainer changes a chunk while this side compares it, the comparison is repeated. Each buffer
 begins with a stamp, which names exchange and chunk: a super learner that was stopped, and that its peers took
 for failed, finds another stamp there, and stops with an error instead of merging another exchange's chunk.
@@ -27,8 +33,9 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.pairs cimport mapped, posted, transfer_failed
 from hvd_adpsgd.engine.mailbox cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT, HISTOGRAM, NO_STEP, Event, add, latch, load,
                                      record, store)
-from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_compare, memory_elements, memory_leave_out,
-                                      memory_merge, memory_merge_half, memory_nbytes, memory_snapshot)
+from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_answer, memory_compare, memory_elements,
+                                      memory_fits, memory_leave_out, memory_merge, memory_merge_answer, memory_merge_half,
+                                      memory_nbytes, memory_offer, memory_snapshot)
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
 cdef struct Waits:          # whether an older chunk of the exchange still waits, for each kind of event
@@ -88,7 +95,9 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     lane.busy = True
     lane.sent = lane.received = lane.merged = lane.void = False
     lane.way = way_of(e, x, lane)
-    if not x.parked and lane.way != COMPARES:
+    if lane.way == OFFERS or lane.way == ANSWERS:
+        nbytes = 0                          # known when they are sent
+    if not x.parked and not comes_second(lane):
         # Stored before the snapshot is taken: else a trainer in wait_fresh() could see no snapshot in flight
         # and make its next step, which would exceed max_staleness.
         store(&e.mailbox.in_flight_step, min(load(&e.mailbox.in_flight_step), e.mailbox.orders.step))
@@ -96,6 +105,10 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
         good = start_sent(e, x, lane, nbytes)
     elif lane.way == WRITTEN:
         good = start_written(e, x, lane, nbytes)
+    elif lane.way == OFFERS:
+        good = start_offer(e, x, lane)
+    elif lane.way == ANSWERS:
+        good = start_answer(e, x, lane)
     else:
         good = start_direct(e, x, lane)
     x.nbytes += 0 if lane.void else nbytes
@@ -104,12 +117,25 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Return how a chunk is averaged: the same on both sides, or COMPARES on one and AWAITS on the other."""
+    """Return how a chunk is averaged: the same on both sides, or the two parts of one way."""
+    cdef bint first = x.active == (lane.index % 2 == 0)
+    if x.set == NOBODY and e.pairs.bits:
+        return OFFERS if first else ANSWERS
     if x.set == NOBODY:
         return SENT
     if e.pairs.neighbours[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
         return WRITTEN
-    return COMPARES if x.active == (lane.index % 2 == 0) else AWAITS
+    return COMPARES if first else AWAITS
+
+
+cdef inline bint comes_second(Lane* lane) noexcept nogil:
+    """Whether this side sends nothing about a chunk before the peer has."""
+    return lane.way == COMPARES or lane.way == ANSWERS
+
+
+cdef inline bint comes_first(Lane* lane) noexcept nogil:
+    """Whether this side waits for the peer's answer about a chunk."""
+    return lane.way == AWAITS or lane.way == OFFERS
 
 
 cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
@@ -134,6 +160,26 @@ cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexce
     lane.here.nbytes = 0 if lane.void else nbytes
     send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
+
+
+cdef bint start_offer(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Send the snapshot in few bits, and wait for the difference."""
+    cdef int64_t nbytes
+    receive(e.wire, &lane.receiving, lane.inp, <int>e.pairs.room, x.peer, x.answers)
+    if not posted(e, x.peer, &lane.receiving):
+        return False
+    nbytes = memory_offer(e.memory, lane.chunk, e.pairs.bits, e.pairs.offered_only, lane.out, &lane.step)
+    lane.void = nbytes == 0
+    x.nbytes += nbytes
+    send(e.wire, &lane.sending, lane.out, <int>nbytes, x.peer, x.channel)
+    return posted(e, x.peer, &lane.sending)
+
+
+cdef bint start_answer(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Wait for the peer's snapshot in few bits."""
+    lane.step = NO_STEP
+    receive(e.wire, &lane.receiving, lane.inp, <int>e.pairs.room, x.peer, x.channel)
+    return posted(e, x.peer, &lane.receiving)
 
 
 cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
@@ -171,7 +217,7 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
 
     Each channel delivers chunks in order, so no chunk behind an incomplete one is tested."""
     cdef bint moved = False
-    cdef bint* earlier = &waits.answer if lane.way == AWAITS else &waits.receive
+    cdef bint* earlier = &waits.answer if comes_first(lane) else &waits.receive
     cdef Status status
     if not lane.received and not earlier[0]:
         status = test_once(e.wire, &lane.receiving)
@@ -183,12 +229,12 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
             moved = True
             note_received(e, x, lane)
         earlier[0] = status == PENDING
-    if lane.received and not lane.merged and not (lane.way == COMPARES and waits.compare):
+    if lane.received and not lane.merged and not (comes_second(lane) and waits.compare):
         lane.merged = merge_lane(e, x, lane)
         moved |= lane.merged
         if x.phase != RUNNING:
             return True
-    if lane.way == COMPARES and not lane.merged:
+    if comes_second(lane) and not lane.merged:
         waits.compare = True
     elif not lane.sent and not waits.send:
         status = test_once(e.wire, &lane.sending)
@@ -208,7 +254,10 @@ cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Process the peer's message about a chunk: a snapshot, a Place, or `ready`."""
     if lane.way == COMPARES:
         return
-    lane.nbytes = lane.receiving.nbytes if lane.way == SENT else open_place(e, x.peer, lane)
+    if lane.way == SENT or lane.way == OFFERS or lane.way == ANSWERS:
+        lane.nbytes = lane.receiving.nbytes
+    else:
+        lane.nbytes = open_place(e, x.peer, lane)
     if lane.way == AWAITS:
         lane.step = lane.there.step
     add(&e.mailbox.counters.bytes_received, lane.nbytes)
@@ -245,6 +294,9 @@ cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     cdef double square, began
     if lane.way == COMPARES:
         return compare(e, x, lane)
+    if lane.way == OFFERS or lane.way == ANSWERS:
+        merge_in_few_bits(e, x, lane)
+        return True
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type):
         latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
@@ -262,6 +314,29 @@ cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     return True
 
 
+cdef void merge_in_few_bits(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """OFFERS: merge the peer's answer. ANSWERS: compute the difference, merge it, and send it."""
+    cdef double square = 0, began = now(e)
+    cdef int64_t nbytes = lane.nbytes
+    if nbytes != 0 and not memory_fits(e.memory, lane.chunk, e.pairs.bits, nbytes):
+        latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
+        nbytes = 0
+    if lane.way == ANSWERS:
+        if nbytes != 0:
+            nbytes = memory_answer(e.memory, lane.chunk, e.pairs.bits, e.pairs.offered_only, e.pairs.weight, lane.inp,
+                                   nbytes, lane.out, &lane.step, &square)
+        x.nbytes += nbytes
+    elif nbytes != 0 and not lane.void:
+        square = memory_merge_answer(e.memory, lane.chunk, e.pairs.bits, e.pairs.weight, lane.inp, nbytes)
+    if nbytes != 0:
+        count_merge(e, x, lane, square, began)
+    else:
+        leave_out(e, lane)
+    if lane.way == ANSWERS:
+        send(e.wire, &lane.sending, lane.out, <int>nbytes, x.peer, x.answers)
+        posted(e, x.peer, &lane.sending)
+
+
 cdef void leave_out(Core* e, Lane* lane) noexcept nogil:
     memory_leave_out(e.memory, lane.chunk)
     add(&e.mailbox.counters.void_chunks, 1)
@@ -276,7 +351,7 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     cdef Compared found
     take_place(e, x, lane)
     found = memory_compare(e.memory, &e.pairs.neighbours[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
-                           e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.lane_nbytes, &lane.step,
+                           e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.room, &lane.step,
                            &lane.here.step, &square)
     if found == CHANGING:
         e.pairs.changing = True

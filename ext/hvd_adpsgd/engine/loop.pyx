@@ -51,6 +51,8 @@ cdef extern from "<sys/prctl.h>" nogil:
 
 cdef enum:
     PARTS = 1024            # versions of the layout, one per added parameter group; at most
+    INT8 = 4                # codes of a wire in few bits, behind those of kernels.h
+    INT4 = 5
     LARGEST_PAGE = 65536    # largest page size of the operating system, bytes
 
 cdef double CHECK_S = 1.0           # period of searches for failed peers that no transfer has reported
@@ -276,10 +278,13 @@ cdef class Loop:
         e.memory = &chunks.memory
         e.leave_deadline_s = leave_deadline_s
         e.pairs.weight = weight
-        e.pairs.wire_type = wire_type
+        e.pairs.bits = 8 if wire_type == INT8 else 4 if wire_type == INT4 else 0
+        e.pairs.wire_type = -1 if e.pairs.bits else wire_type
         e.pairs.offered_only = offered_only
         e.pairs.deadline_s = deadline_s
-        e.pairs.lane_nbytes = lane_nbytes
+        e.pairs.lane_nbytes = e.pairs.room = lane_nbytes
+        if e.pairs.bits:        # two bytes per element, and one per 256
+            e.pairs.room += (lane_nbytes // 512 // 64 + 1) * 64
         e.generations = <Generation*>calloc(PARTS, sizeof(Generation))
         p.rate = rate
         p.given.step = -1

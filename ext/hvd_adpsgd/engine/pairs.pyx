@@ -142,7 +142,7 @@ cdef char* take_buffers(Pairs* p) noexcept nogil:
             buffers = p.spares[i]
             p.spares[i] = NULL
             return buffers
-    return <char*>aligned_alloc(64, 2 * LANES * p.lane_nbytes)
+    return <char*>aligned_alloc(64, 2 * LANES * p.room)
 
 
 cdef void return_buffers(Pairs* p, Exchange* x) noexcept nogil:
@@ -184,8 +184,8 @@ cdef bint allocate(Core* e, Exchange* x) noexcept nogil:
     if x.buffers == NULL:
         return False
     for i in range(LANES):
-        x.lanes[i].keep = x.lanes[i].out = x.buffers + 2 * i * p.lane_nbytes
-        x.lanes[i].inp = x.lanes[i].out + p.lane_nbytes
+        x.lanes[i].keep = x.lanes[i].out = x.buffers + 2 * i * p.room
+        x.lanes[i].inp = x.lanes[i].out + p.room
         x.lanes[i].sending.in_use = x.lanes[i].receiving.in_use = False
     x.last_sending.in_use = x.last_receiving.in_use = False
     if mapped(e, x.peer) == NULL:

@@ -11,6 +11,7 @@ cdef enum:
     SLOTS = 3               # slots of a chunk, at most
     MIRROR = -1
     NO_SLOT = -2
+    REFRESH = 16            # of so many offers of a chunk in few bits one has 16 bits
     FIRST = 16              # chunks in the first block of the chunk table; each further block doubles that
     BLOCKS = 27
 
@@ -40,6 +41,8 @@ cdef struct Chunk:
     int dtype
     int64_t step            # the trainer's step of the mirror
     int merged              # exchanges merged into the open slot
+    uint8_t* steps          # of the next offer in few bits, by block; 0 where none is known. NULL: not allocated
+    int64_t offers          # offers in few bits, or in 16 bits in their place
     int64_t left_out        # consecutive exchanges and means that could not average this chunk
     Live* live              # NULL: no peer reads this chunk in place
 
@@ -100,6 +103,13 @@ cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const vo
 cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bint offered_only, double weight, void* half,
                              void* keep, int64_t* step, int64_t* peer_step, double* square) noexcept nogil
 cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, const void* half) noexcept nogil
+
+cdef int64_t memory_offer(Memory* m, int chunk, int bits, bint offered_only, void* out, int64_t* step) noexcept nogil
+cdef bint memory_fits(Memory* m, int chunk, int bits, int64_t nbytes) noexcept nogil
+cdef int64_t memory_answer(Memory* m, int chunk, int bits, bint offered_only, double weight, const void* offer,
+                           int64_t nbytes, void* out, int64_t* step, double* square) noexcept nogil
+cdef double memory_merge_answer(Memory* m, int chunk, int bits, double weight, const void* answer,
+                                int64_t nbytes) noexcept nogil
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil
 cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil

@@ -165,7 +165,12 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         ("strategy", str, "SPEC", "averaging strategy, as averaging="),
         ("rate", float, "R", "exchanges per step"),
         ("share", float, "S", "share of the model that an exchange moves"),
-        ("wire", str, "TYPE", "float16 or bfloat16, as wire_dtype=; empty: that of the parameters"),
+        (
+            "wire",
+            str,
+            "TYPE",
+            "float16, bfloat16, int8 or int4, as wire_dtype=; empty: that of the parameters",
+        ),
         ("max_staleness", int, "K", "as max_staleness=, 0 for no bound"),
         ("minutes", float, "M", "minutes of training"),
         ("random_seed", int, "N", "seed of all random numbers"),

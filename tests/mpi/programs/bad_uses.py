@@ -636,7 +636,7 @@ CASES: dict[str, Any] = {
     "number_of_buffers": value(buffers=3),
     "no_exchanges": value(exchanges_per_step=0),
     "no_staleness": value(max_staleness=0),
-    "no_wire": value(wire_dtype="int8"),
+    "no_wire": value(wire_dtype="int2"),
     "no_strategy": value(averaging="random_pair"),
     "no_seed": value(averaging="random_pairs:seed=x"),
     "copy": copied(copy.copy),

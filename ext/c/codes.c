@@ -1,0 +1,242 @@
+#include "codes.h"
+
+#include <string.h>
+
+#include "narrow.h"
+
+#define B ADPSGD_CODES_BLOCK
+#define INLINE static inline __attribute__((always_inline))
+
+/* Exponents of steps, so that a step and its inverse are normal numbers, and 128 steps finite. */
+enum { FINEST = 2, COARSEST = 246 };
+/* A step is at least 2^-20 of the block's largest number, so that numbers in steps fit in 22 bits; with 16 bits
+ * at least 2^-13, so that the range is four times the largest number. */
+enum { DIGITS = 20, DIGITS_16 = 13 };
+/* By how many powers of two a step grows where a block has wrapped. */
+enum { LEAP = 3 };
+
+typedef union {
+  float f32[B];
+  double f64[B];
+} Numbers;
+
+INLINE float power(int exponent) {
+  const uint32_t u = (uint32_t)exponent << 23;
+  float x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+
+INLINE int clamp(int e) { return e < FINEST ? FINEST : e > COARSEST ? COARSEST : e; }
+
+int64_t adpsgd_codes_blocks(int64_t n) { return (n + B - 1) / B; }
+
+int64_t adpsgd_codes_nbytes(int bits, int64_t n) {
+  return adpsgd_codes_blocks(n) + (n * bits + 7) / 8;
+}
+
+/* ---- one block ------------------------------------------------------------------------------ */
+
+/* The exponent of the largest number, with the bias of float32; 0 for zeros. */
+ADPSGD_VECTOR static int top_f32(const float *restrict x, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t u;
+    memcpy(&u, &x[i], sizeof u);
+    u &= 0x7FFFFFFFu;
+    largest = u > largest ? u : largest;
+  }
+  return (int)(largest >> 23);
+}
+
+ADPSGD_VECTOR static int top_f64(const double *restrict x, int64_t n) {
+  uint64_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint64_t u;
+    memcpy(&u, &x[i], sizeof u);
+    u &= 0x7FFFFFFFFFFFFFFFu;
+    largest = u > largest ? u : largest;
+  }
+  return (int)(largest >> 52) - 1023 + 127;
+}
+
+/* q = round(x / step) modulo 2^22 or more, in two's complement: the sum's last bits are the integer. */
+ADPSGD_VECTOR static void grid_f32(int32_t *restrict q, const float *restrict x, float inverse, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float sum = x[i] * inverse + 0x1.8p23f;
+    memcpy(&q[i], &sum, sizeof sum);
+  }
+}
+
+ADPSGD_VECTOR static void grid_f64(int32_t *restrict q, const double *restrict x, double inverse, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const double sum = x[i] * inverse + 0x1.8p52;
+    uint64_t u;
+    memcpy(&u, &sum, sizeof u);
+    q[i] = (int32_t)(uint32_t)u;
+  }
+}
+
+ADPSGD_VECTOR static float sum_of_squares(const int32_t *restrict d, int64_t n) {
+  float squares = 0;
+  _Pragma("omp simd reduction(+ : squares)") for (int64_t i = 0; i < n; i++)
+    squares += (float)d[i] * (float)d[i];
+  return squares;
+}
+
+/* d = a - b modulo 2^bits, from 1 - half to half - 1; -half, of which the sign is not known, counts as 0.
+ * Returns the sum of squares. */
+ADPSGD_VECTOR static float centre(int32_t *restrict d, const int32_t *restrict a, const int32_t *restrict b,
+                                  int32_t half, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t x = ((uint32_t)(a[i] - b[i] + half) & (uint32_t)(2 * half - 1));
+    d[i] = (int32_t)(x ? x : (uint32_t)half) - half;
+  }
+  return sum_of_squares(d, n);
+}
+
+/* Little-endian, as the processors that this library runs on. */
+ADPSGD_VECTOR static void pack(int bits, uint8_t *restrict out, const int32_t *restrict q, int64_t n) {
+  if (bits == 16) {
+    for (int64_t i = 0; i < n; i++) {
+      const int16_t code = (int16_t)q[i];
+      memcpy(out + 2 * i, &code, sizeof code);
+    }
+  } else if (bits == 8) {
+    for (int64_t i = 0; i < n; i++) out[i] = (uint8_t)q[i];
+  } else {
+    for (int64_t i = 0; i < (n + 1) / 2; i++) out[i] = (uint8_t)((q[2 * i] & 15) | (q[2 * i + 1] & 15) << 4);
+  }
+}
+
+/* The codes as signed numbers. */
+ADPSGD_VECTOR static void unpack(int bits, int32_t *restrict q, const uint8_t *restrict in, int64_t n) {
+  if (bits == 16) {
+    for (int64_t i = 0; i < n; i++) {
+      int16_t code;
+      memcpy(&code, in + 2 * i, sizeof code);
+      q[i] = code;
+    }
+  } else if (bits == 8) {
+    for (int64_t i = 0; i < n; i++) q[i] = (int8_t)in[i];
+  } else {
+    for (int64_t i = 0; i < (n + 1) / 2; i++) {
+      q[2 * i] = (in[i] & 15) - 2 * (in[i] & 8);
+      q[2 * i + 1] = (in[i] >> 4) - 2 * (in[i] >> 4 & 8);
+    }
+  }
+}
+
+#define INCREASE(A)                                                                                        \
+  ADPSGD_VECTOR static void increase_##A(A *restrict x, const int32_t *restrict d, A unit, int64_t n, int fresh) { \
+    if (fresh)                                                                                             \
+      for (int64_t i = 0; i < n; i++) x[i] = unit * (A)d[i];                                               \
+    else                                                                                                   \
+      for (int64_t i = 0; i < n; i++) x[i] += unit * (A)d[i];                                              \
+  }
+
+INCREASE(float)
+INCREASE(double)
+
+ADPSGD_VECTOR static int32_t largest(const int32_t *restrict d, int64_t n) {
+  int32_t found = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t size = d[i] < 0 ? -d[i] : d[i];
+    found = size > found ? size : found;
+  }
+  return found;
+}
+
+/* ---- the blocks of a chunk --------------------------------------------------------------------- */
+
+static const void *at(const void *x, int64_t nbytes) { return x ? (const char *)x + nbytes : NULL; }
+
+/* x = a block of the model. Returns as adpsgd_snapshot. */
+static int read_block(Numbers *x, const adpsgd_model *m, int sums, int64_t start, int64_t n) {
+  const int64_t size = adpsgd_itemsize(m->dtype), wide = adpsgd_itemsize(sums);
+  return adpsgd_snapshot(m->dtype, sums, x, at(m->base, start * size), at(m->first, start * wide),
+                         at(m->second, start * wide), NULL, n, 0);
+}
+
+static void grid(int sums, int32_t *q, const Numbers *x, int step, int64_t n) {
+  if (sums == ADPSGD_FLOAT64) grid_f64(q, x->f64, (double)power(254 - step), n);
+  else grid_f32(q, x->f32, power(254 - step), n);
+}
+
+static int top(int sums, const Numbers *x, int64_t n) {
+  return sums == ADPSGD_FLOAT64 ? top_f64(x->f64, n) : top_f32(x->f32, n);
+}
+
+int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, uint8_t *steps, int64_t n) {
+  uint8_t *head = out, *codes = head + adpsgd_codes_blocks(n);
+  int32_t q[B + 1] = {0};
+  Numbers x;
+  int bad = 0;
+  for (int64_t start = 0, k = 0; start < n; start += B, k++) {
+    const int64_t count = n - start < B ? n - start : B;
+    int finest;
+    bad |= read_block(&x, mine, sums, start, count);
+    finest = top(sums, &x, count) - (bits == 16 ? DIGITS_16 : DIGITS);
+    head[k] = (uint8_t)clamp(steps[k] < finest ? finest : steps[k]);
+    grid(sums, q, &x, head[k], count);
+    pack(bits, codes + start * bits / 8, q, count);
+  }
+  return bad;
+}
+
+int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n) {
+  const int64_t nblocks = adpsgd_codes_blocks(n);
+  const int32_t half = 1 << (bits - 1);
+  const double limit = 0.45 * half; /* differences over the whole range have 0.58 half on average */
+  const uint8_t *steps = offer, *codes = steps + nblocks;
+  uint8_t *head = out, *answer = head + nblocks;
+  int32_t theirs[B + 1], ours[B + 1] = {0}, d[B + 1] = {0};
+  Numbers x;
+  int bad = 0;
+  for (int64_t start = 0, k = 0; start < n; start += B, k++) {
+    const int64_t count = n - start < B ? n - start : B;
+    bad |= read_block(&x, mine, sums, start, count);
+    head[k] = (uint8_t)clamp(steps[k]);
+    unpack(bits, theirs, codes + start * bits / 8, count);
+    grid(sums, ours, &x, head[k], count);
+    if (centre(d, theirs, ours, half, count) > limit * limit * (double)count)
+      for (int64_t i = 0; i < count; i++) d[i] = -half; /* wrapped: nobody merges it */
+    pack(bits, answer + start * bits / 8, d, count);
+  }
+  return bad;
+}
+
+/* Return the step of a block's next offer in `next` bits; its largest difference is now m steps. The next one is
+ * to be 1/8 to 1/3 of the range of 8 bits, so that one three times as large does not wrap; of 4 bits, which are
+ * too few for that, 1/4 to 1/2. */
+static int next_step(int step, int32_t m, int bits, int next) {
+  const int32_t half = 1 << (bits - 1);
+  const int most = next == 8 ? half / 3 : half / 2, least = next == 8 ? half / 8 : half / 4;
+  int digits = 0;
+  if (bits == next) return clamp(m > most ? step + 1 : m <= least ? step - 1 : step);
+  while (m >> digits) digits++;
+  return clamp(step + digits - (next == 8 ? 5 : 2)); /* 2^digits, above m, is 32 steps of 128, or 4 of 8 */
+}
+
+double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const void *answer, double weight,
+                          uint8_t *steps, int64_t n, int fresh) {
+  const int64_t nblocks = adpsgd_codes_blocks(n);
+  const int32_t half = 1 << (bits - 1);
+  const uint8_t *head = answer, *codes = head + nblocks;
+  int32_t d[B + 1];
+  double total = 0;
+  for (int64_t start = 0, k = 0; start < n; start += B, k++) {
+    const int64_t count = n - start < B ? n - start : B;
+    const int step = clamp(head[k]);
+    const double size = (double)power(step);
+    int then = step + LEAP;
+    unpack(bits, d, codes + start * bits / 8, count);
+    if (d[0] == -half) memset(d, 0, sizeof d);
+    else then = next_step(step, largest(d, count), bits, next);
+    if (steps) steps[k] = (uint8_t)clamp(then);
+    if (sums == ADPSGD_FLOAT64) increase_double((double *)correction + start, d, weight * size, count, fresh);
+    else increase_float((float *)correction + start, d, (float)(weight * size), count, fresh);
+    total += (double)sum_of_squares(d, count) * size * size;
+  }
+  return total;
+}

@@ -1,0 +1,46 @@
+/* Differences of two models in few bits: 4, 8 or 16 per element, with a step for each block of 256 elements.
+ *
+ * One side offers its chunk on a grid, element by element round(x / step) modulo 2^bits; so the other side
+ * knows the difference to its own chunk as long as that is below 2^(bits - 1) steps. It answers with the
+ * difference in steps, and both merge the answer, with opposite signs: so the mean of the two models is kept,
+ * whatever the answer is. What rounding leaves out stays in the difference of the models, for the next
+ * exchange. A larger difference appears as a smaller one (it wraps). Where a whole block does, its
+ * differences are about uniform: it is passed over, and its step grows. 16 bits, with steps that follow from the block's
+ * numbers, cover every difference of numbers of like size: they begin, and bring back now and then what has
+ * wrapped.
+ *
+ * Steps are powers of two, exponents with the bias of float32. Each side has a table of the steps of its
+ * next offers, which it learns from the differences that it has merged.
+ *
+ * A message: a step for each block, then the codes, two of 4 bits in a byte.
+ *
+ * Source: Lu and De Sa, Moniqua: modulo quantized communication in decentralized SGD, arXiv:2002.11787.
+ */
+#ifndef HVD_ADPSGD_CODES_H
+#define HVD_ADPSGD_CODES_H
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+enum { ADPSGD_CODES_BLOCK = 256 };
+
+/* Bytes of a message: others for other bits. */
+int64_t adpsgd_codes_nbytes(int bits, int64_t n);
+
+/* Number of blocks of n elements. */
+int64_t adpsgd_codes_blocks(int64_t n);
+
+/* out = the chunk `mine` on the grid of `steps`, which grow where they are too fine for the chunk's numbers, or
+ * with 16 bits for their differences. `sums` is the type of sums. Returns 1 if an element is infinite or not a number, else 0. */
+int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, uint8_t *steps, int64_t n);
+
+/* out = (the offered chunk - mine) in steps. Returns as adpsgd_codes_offer. */
+int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n);
+
+/* correction (+)= weight * the differences of an answer; `fresh` overwrites instead of adding. `steps` (NULL:
+ * not wanted) become those of the next offer in `next` bits. Returns the sum of squared differences. */
+double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const void *answer, double weight, uint8_t *steps,
+                          int64_t n, int fresh);
+
+#endif

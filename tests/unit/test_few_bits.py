@@ -1,0 +1,186 @@
+"""Differences of two models in 4 or 8 bits per element, which both sides merge with opposite signs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from tests.unit.test_kernels import decode, encode, raw, wide
+
+CHUNK_NBYTES = 65536
+BITS = (8, 4)
+REFRESH = 16  # of store.pxd: one of so many offers has 16 bits
+
+
+class Side:
+    """A super learner of one learner, whose model has one chunk."""
+
+    def __init__(self, values: np.ndarray, dtype: str = "float32"):
+        self.dtype = dtype
+        self.model = encode(np.asarray(values), dtype)
+        self.memory = ShardMemory(CHUNK_NBYTES, None, True)
+        self.memory.extend([TensorSpec("model", self.model.shape, dtype)])
+        self.step = 0
+        self.apply()
+
+    def apply(self) -> None:
+        """Add pending corrections to the model, and offer it."""
+        self.memory.publish()
+        self.memory.absorb(np.array([self.model.ctypes.data], np.uintp), self.step)
+        self.step += 1
+
+    def state(self) -> np.ndarray:
+        """The model with all that is owed to it."""
+        part = np.zeros(len(self.model), wide(self.dtype))
+        assert self.memory.store.share(0, raw(part))
+        return part.astype(np.float64)
+
+
+def exchange(a: Side, b: Side, bits: int, weight: float = 0.5) -> tuple[int, float]:
+    """`a` offers its chunk, `b` answers. Returns the bytes each way, 0 if nothing was merged; the square."""
+    offer, answer = (np.zeros(8 * len(a.model) + 64, np.uint8) for _ in range(2))
+    nbytes = a.memory.store.offer(0, bits, offer)
+    if nbytes == 0:
+        return 0, 0.0
+    answered, square = b.memory.store.answer(0, bits, weight, offer[:nbytes], answer)
+    if answered:
+        assert answered == nbytes
+        assert a.memory.store.merge_answer(0, bits, weight, answer[:nbytes]) == square
+    return answered, square
+
+
+def pair(n: int, dtype: str, distance: float, seed: int = 0) -> tuple[Side, Side]:
+    rng = np.random.default_rng(seed)
+    common = rng.standard_normal(n)
+    return tuple(Side(common + distance * rng.standard_normal(n), dtype) for _ in range(2))  # type: ignore[return-value]
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x)))) if len(x) else 0.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 5000])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", BITS)
+def test_the_mean_is_kept_and_the_models_meet(n: int, dtype: str, bits: int) -> None:
+    """Whoever offers, and whether corrections are pending or applied."""
+    a, b = pair(n, dtype, 0.01)
+    mean, far = (a.state() + b.state()) / 2, rms(a.state() - b.state())
+    for i in range(24):
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+        if i % 3 == 0:
+            a.apply()
+        tolerance = 1e-15 if dtype == "float64" else 1e-6
+        np.testing.assert_allclose((a.state() + b.state()) / 2, mean, rtol=0, atol=8 * tolerance)
+    assert rms(a.state() - b.state()) < 0.01 * far + 1e-7
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes(bits: int) -> None:
+    """A step for each of 256 elements, then the codes; the first offer, and one of 16, have 16 bits."""
+    n = 5000
+    a, b = pair(n, "float32", 0.01)
+    found = [exchange(a, b, bits)[0] for _ in range(2 * REFRESH + 1)]
+    steps = -(-n // 256)
+    assert set(found) == {steps + 2 * n, steps + n * bits // 8}
+    assert [i for i, nbytes in enumerate(found) if nbytes > 2 * n] == [0, REFRESH, 2 * REFRESH]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_one_exchange_leaves_little_of_a_distance(bits: int) -> None:
+    """With models that move on between exchanges, as in training: what rounding leaves is a small part."""
+    rng = np.random.default_rng(3)
+    a, b = pair(5000, "float32", 0.01)
+    left = []
+    for i in range(40):
+        for side in (a, b):
+            side.model += (0.01 * rng.standard_normal(len(side.model))).astype(np.float32)
+            side.apply()
+        before = rms(a.state() - b.state())
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+        left.append(rms(a.state() - b.state()) / before)
+    assert np.median(left) < (0.08 if bits == 8 else 0.5), left
+    assert max(left) < (0.2 if bits == 8 else 0.8), "numbers that have wrapped are few"
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_block_that_has_moved_far_is_passed_over_until_its_step_fits(bits: int) -> None:
+    a, b = pair(512, "float32", 1e-4)
+    for _ in range(4):
+        exchange(a, b, bits)
+    a.apply()
+    a.model[:256] += np.random.default_rng(1).standard_normal(256).astype(np.float32)
+    a.apply()
+    mean = (a.state() + b.state()) / 2
+    untouched = rms((a.state() - b.state())[256:])
+    far = rms((a.state() - b.state())[:256])
+    exchange(a, b, bits)
+    assert rms((a.state() - b.state())[:256]) == pytest.approx(far, rel=0.01), (
+        "wrapped numbers were merged"
+    )
+    for _ in range(REFRESH):
+        exchange(a, b, bits)
+        np.testing.assert_allclose((a.state() + b.state()) / 2, mean, rtol=0, atol=1e-5)
+    assert rms((a.state() - b.state())[:256]) < 0.01 * far
+    assert rms((a.state() - b.state())[256:]) <= untouched
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_single_number_that_has_wrapped_is_found_by_16_bits(bits: int) -> None:
+    a, b = pair(512, "float32", 1e-4)
+    for _ in range(4):
+        exchange(a, b, bits)
+    a.apply()
+    a.model[7] += 3.0
+    a.apply()
+    for _ in range(REFRESH):
+        exchange(a, b, bits)
+    assert abs((a.state() - b.state())[7]) < 0.1
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("offers", [True, False])
+def test_nothing_is_merged_that_is_not_finite(bits: int, bad: float, offers: bool) -> None:
+    a, b = pair(300, "float32", 0.01)
+    for _ in range(3):
+        exchange(a, b, bits)
+        a.apply()
+        b.apply()
+    (a if offers else b).model[5] = bad
+    a.apply()
+    b.apply()
+    sides = [side.model.copy() for side in (a, b)]
+    assert exchange(a, b, bits)[0] == 0
+    for side, before in zip((a, b), sides, strict=True):
+        side.apply()
+        np.testing.assert_array_equal(side.model, before)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e20, 1e37])
+def test_numbers_of_any_size(bits: int, scale: float) -> None:
+    rng = np.random.default_rng(5)
+    common = rng.standard_normal(1000)
+    a, b = (
+        Side((scale * (common + 0.01 * rng.standard_normal(1000))).astype(np.float32))
+        for _ in range(2)
+    )
+    far, mean = rms((a.state() - b.state()) / scale), (a.state() + b.state()) / 2 / scale
+    for i in range(20):
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+        assert np.isfinite(a.state()).all() and np.isfinite(b.state()).all()
+    np.testing.assert_allclose((a.state() + b.state()) / 2 / scale, mean, rtol=0, atol=1e-6)
+    assert rms((a.state() - b.state()) / scale) < (0.05 if scale > 1e-30 else 1.1) * far
+
+
+def test_equal_models_stay_as_they_are() -> None:
+    values = np.random.default_rng(0).standard_normal(700)
+    for bits in BITS:
+        a, b = Side(values), Side(values)
+        for _ in range(20):
+            exchange(a, b, bits)
+        np.testing.assert_array_equal(decode(a.model, "float32"), decode(b.model, "float32"))
+        np.testing.assert_array_equal(a.state(), b.state())
