@@ -95,7 +95,7 @@ class Cluster:
         minutes: duration of the training.
         rate: exchanges per step.
         share: share of the model that an exchange moves.
-        wire: format of chunks in messages, "float16", "bfloat16", "int8" or "int4"; "": that of the parameters.
+        wire: format of chunks in messages, a wire_dtype; "": that of the parameters.
         max_staleness: the option of this name; 0: no bound.
         slow: number of super learners whose steps take `slow_factor` times as long.
         failures_per_hour: failure rate of one super learner; a failed super learner is not replaced.
@@ -136,8 +136,8 @@ class Cluster:
             )
         if self.wire not in WIRES:
             raise ConfigError(
-                f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16, bfloat16, int8 and int4. Leave it "
-                "out to send the parameters as they are."
+                f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16, bfloat16, int8 "
+                "and int4. Leave it out to send the parameters as they are."
             )
         object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / self.share)))
         if 60 * self.minutes < self.step_s:
