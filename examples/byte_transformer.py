@@ -26,18 +26,18 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Block(nn.Module):
     """Causal self-attention, then two linear layers, each with a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.inputs = nn.Linear(WIDTH, 3 * WIDTH)
-        self.outputs = nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.inputs = nn.Linear(width, 3 * width)
+        self.outputs = nn.Linear(width, width)
         self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n, length, _ = x.shape
-        parts = self.inputs(self.norms[0](x)).view(n, length, 3, HEADS, WIDTH // HEADS)
+        n, length, width = x.shape
+        parts = self.inputs(self.norms[0](x)).view(n, length, 3, HEADS, width // HEADS)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.outputs(seen.transpose(1, 2).reshape(x.shape))
@@ -45,15 +45,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks between embeddings of bytes and places, and the logits of the next byte."""
+    """Blocks between embeddings of bytes and places, and the logits of the next byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = 2) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, WIDTH)
-        self.places = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.norm = nn.LayerNorm(WIDTH)
-        self.logits = nn.Linear(WIDTH, 256)
+        self.bytes = nn.Embedding(256, width)
+        self.places = nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.logits = nn.Linear(width, 256)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.logits(self.norm(self.blocks(self.bytes(x) + self.places.weight)))

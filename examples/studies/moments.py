@@ -31,6 +31,7 @@ import torch
 from examples import byte_transformer
 from examples.acoustic_model.prepare_data import usable_cores
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
+from examples.studies.intervals import QUANTILES, mean_interval
 from examples.studies.runs import Cell, Run, perform
 from hvd_adpsgd.simulation.learning import Task, train
 from hvd_adpsgd.simulation.planner import Cluster
@@ -45,8 +46,6 @@ OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
 }
 STEP_S, BYTES_PER_S, LATENCY_S = 0.05, 1.25e8, 50e-6
-# 97.5 % quantiles of Student's t, by degrees of freedom
-QUANTILES = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 NAMES = ("n", "sequences", "optimizer", "scheme", "rate", "seed", "steps")
 
@@ -144,10 +143,7 @@ def best(losses: Losses) -> float:
 def difference(losses: dict[int, float], base: dict[int, float]) -> tuple[float, float]:
     """Return the mean difference of losses of equal seeds, and half of its 95 % interval."""
     apart = [losses[seed] - base[seed] for seed in losses.keys() & base.keys()]
-    if len(apart) < 2:
-        return statistics.mean(apart or [math.nan]), math.inf
-    half = QUANTILES[len(apart) - 1] * statistics.stdev(apart) / math.sqrt(len(apart))
-    return statistics.mean(apart), half
+    return mean_interval(apart)
 
 
 def table(found: dict[Key, Losses]) -> str:

@@ -118,7 +118,7 @@ def run(command: Sequence[str], variables: Mapping[str, str], deadline_s: float,
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end(child)
+            end(child)
     if status != 0:
         what = f"status {status}" if status is not None else f"not over after {deadline_s:.0f} s"
         raise Problem(f"{what}: {' '.join(command[:4])} ...\n{tail(log)}")
@@ -129,7 +129,7 @@ def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-_TAIL:]
 
 
-def _end(child: subprocess.Popen) -> None:
+def end(child: subprocess.Popen) -> None:
     """End a command's process group: SIGTERM, which a launcher forwards to learners; 10 s later SIGKILL."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is not None:

@@ -1,0 +1,176 @@
+"""The five schemes: what a training script needs from each library."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["SCHEMES", "TITLES", "Scheme", "missing"]
+
+# Steps between two means of the models; DiLoCo's outer step is Nesterov's with OUTER. The published outer rate
+# and momentum, 0.7 and 0.9, learn more slowly in runs of some hundred steps (docs/log/0315-few-exchanges.md).
+POST_LOCAL_PERIOD, DILOCO_PERIOD = 4, 20
+OUTER = {"lr": 1.0, "momentum": 0.5}
+TIMEOUT = timedelta(seconds=120)
+JOIN_MS = (
+    60_000  # for which a quorum of torchft waits for a learner that answers, however slow it is
+)
+
+TITLES = {
+    "horovod": "plain Horovod",
+    "ddp": "DDP",
+    "post_local_sgd": "PostLocalSGD",
+    "diloco": "torchft DiLoCo",
+    "hadpsgd": "H-ADPSGD",
+}
+
+
+def missing(name: str) -> str | None:
+    """Return why a scheme cannot run on this machine; None if it can."""
+    needs = {"horovod": "horovod", "hadpsgd": "hvd_adpsgd", "diloco": "torchft"}.get(name)
+    if needs and importlib.util.find_spec(needs) is None:
+        return f"not installed: pip install {needs}" if needs == "torchft" else "run make venv"
+    return None
+
+
+class Scheme:
+    """A library. This base class joins learners by torch.distributed, with torchrun's variables."""
+
+    def start(self) -> tuple[int, int]:
+        """Join the other learners; return rank, and number of learners."""
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        return dist.get_rank(), dist.get_world_size()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        """Return the model to call and the optimizer to step."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """A context in which the steps are made."""
+        yield
+
+
+class DataParallel(Scheme):
+    """torch's DistributedDataParallel."""
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        return nn.parallel.DistributedDataParallel(model), optimizer
+
+
+class PostLocalSGD(Scheme):
+    """torch's post-local SGD: means of models every POST_LOCAL_PERIOD steps."""
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        state = hook.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
+        wrapped.register_comm_hook(state, hook.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=POST_LOCAL_PERIOD, warmup_steps=2)
+        return wrapped, PostLocalSGDOptimizer(optimizer, averager)
+
+
+class DiLoCo(Scheme):
+    """torchft's DiLoCo, a replica group for each learner; the first learner runs the Lighthouse."""
+
+    def start(self) -> tuple[int, int]:
+        # Not a process group of torch: that one would fail with its first learner.
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=self.rank == 0,
+            wait_for_workers=False,
+        )  # fmt: skip
+        return self.rank, self.size
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        from torchft.local_sgd import DiLoCo as Outer
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        host = os.environ["LEARNER_HOST"]
+        self.own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+        def load(state: dict[str, Any]) -> None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        self.manager = Manager(
+            pg=ProcessGroupGloo(TIMEOUT),
+            load_state_dict=load,
+            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self.own.port,
+            lighthouse_addr=self._lighthouse(),
+            replica_id=f"learner_{self.rank}",
+            hostname=host,
+            init_sync=False,
+        )
+        outer = torch.optim.SGD(model.parameters(), nesterov=True, **OUTER)
+        self.outer = Outer(
+            self.manager, [model], optimizer, outer, DILOCO_PERIOD, use_bucketization=True
+        )
+        return model, optimizer
+
+    def _lighthouse(self) -> str:
+        from torchft._torchft import LighthouseServer
+
+        if self.rank == 0:
+            # the first quorum is one of all; later ones may be of fewer
+            self.lighthouse = LighthouseServer("[::]:0", 1, join_timeout_ms=JOIN_MS)
+            port = self.lighthouse.address().rpartition(":")[2]
+            self.store.set("lighthouse", f"http://{os.environ['LEARNER_HOST']}:{port}")
+        return self.store.get("lighthouse").decode()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        with self.outer:
+            yield
+
+
+class Horovod(Scheme):
+    """Plain Horovod."""
+
+    library = "horovod.torch"
+
+    def start(self) -> tuple[int, int]:
+        self.hvd = importlib.import_module(self.library)
+        self.hvd.init()
+        return self.hvd.rank(), self.hvd.size()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        names = model.named_parameters()
+        return model, self.hvd.DistributedOptimizer(optimizer, named_parameters=names)
+
+
+class Adpsgd(Horovod):
+    """hvd_adpsgd with its defaults; each learner is a super learner."""
+
+    library = "hvd_adpsgd.torch"
+
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "horovod": Horovod,
+    "ddp": DataParallel,
+    "post_local_sgd": PostLocalSGD,
+    "diloco": DiLoCo,
+    "hadpsgd": Adpsgd,
+}
