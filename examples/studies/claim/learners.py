@@ -158,9 +158,9 @@ class Job:
         new.replace(start)
         ends = began + seconds + MARGIN_S
         while time.monotonic() < ends:
-            alive = [process.poll() is None for process in self._processes]
+            alive = self._alive()
             if not any(alive):
-                return time.monotonic() - began
+                return self._ended_s(time.monotonic() - began)
             copies = sum(
                 recorder.copied(self._folder, last, rank) is not None for rank in range(LEARNERS)
             )
@@ -168,6 +168,20 @@ class Job:
                 break
             time.sleep(POLL_S)
         return None
+
+    def _alive(self) -> list[bool]:
+        """Return whether each process lives, and its training has not failed."""
+        return [
+            process.poll() is None
+            and (self._by_horovodrun or not recorder.ended_file(self._folder, rank).exists())
+            for rank, process in enumerate(self._processes)
+        ]
+
+    def _ended_s(self, now: float) -> float:
+        """Return when the first training of a learner failed: processes need seconds to end after that."""
+        files = [recorder.ended_file(self._folder, rank) for rank in range(LEARNERS)]
+        told = [file.read_text() for file in files if file.exists()]
+        return min(map(float, filter(None, told)), default=now)
 
     def _wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         ends = time.monotonic() + seconds

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Recorder", "copied", "copy_file", "log_file", "ready_file", "start_file"]
+__all__ = ["Recorder", "copied", "copy_file", "ended_file", "log_file", "ready_file", "start_file"]
 
 BACKWARD = 2.0  # time of a backward pass / time of a forward pass
 POLL_S = 0.02
@@ -39,6 +39,11 @@ def log_file(folder: Path, rank: int) -> Path:
 def ready_file(folder: Path, rank: int) -> Path:
     """A file that exists when a learner is ready to train."""
     return folder / f"ready-{rank}"
+
+
+def ended_file(folder: Path, rank: int) -> Path:
+    """A file with the seconds after which the training of a learner has failed."""
+    return folder / f"ended-{rank}"
 
 
 def start_file(folder: Path) -> Path:
@@ -69,6 +74,7 @@ class Recorder:
         self._parameters = list(model.parameters())
         self._slow, self._killed_s = slow, killed_s
         self._forward_s = self._began = 0.0
+        self._over = False
 
     def start(self) -> None:
         """Tell that this learner is ready, and wait for the time at which all start."""
@@ -82,6 +88,17 @@ class Recorder:
         if self._killed_s is not None:
             threading.Thread(target=self._die, daemon=True).start()
 
+    @contextlib.contextmanager
+    def until_failure(self) -> Iterator[None]:
+        """A context of the training. If it fails, no copy is made any more, and the time is noted."""
+        try:
+            yield
+        except BaseException:
+            self._over = True
+            seconds = time.monotonic() - self._began
+            ended_file(self.folder, self.rank).write_text(repr(seconds))
+            raise
+
     def before_forward(self) -> None:
         """Note the time at which the forward pass begins."""
         self._forward_s = time.monotonic()
@@ -94,6 +111,8 @@ class Recorder:
     def _record(self) -> None:
         for number, at in enumerate(self.times):
             self._sleep_until(at)
+            if self._over:
+                return
             steps = self.steps
             # data: PostLocalSGD gives parameters other memory at each mean
             whole = torch.cat([p.data.reshape(-1) for p in self._parameters])

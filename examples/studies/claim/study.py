@@ -145,8 +145,11 @@ def one(
         raise Problem(f"the job ended after {ended_s:.0f} s of {times[-1]:.0f} s\n{log}")
     torch.set_num_threads(prepare_data.usable_cores())
     points = evaluation.curve(folder, task, times)
-    import os as _o
-    _o.environ.get('KEEP') or shutil.rmtree(folder)
+    shutil.rmtree(folder)
+    if (
+        ended_s is not None
+    ):  # a learner may fail later than the first one, and copy its model until then
+        points = [point for point in points if point.seconds <= ended_s]
     return Record(key, settings(task, options), points, ended_s, time.monotonic() - began)
 
 

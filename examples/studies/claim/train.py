@@ -55,7 +55,7 @@ def main() -> None:
     )  # fmt: skip
     batches = task.batches(rank, size, options.seed)
     recorder.start()
-    with scheme.training():
+    with recorder.until_failure(), scheme.training():
         for batch in batches:
             for group in optimizer.param_groups:
                 group["lr"] = rate * min(1.0, (recorder.steps + 1) / tasks.WARM_UP)
