@@ -1,1 +1,1 @@
-"""The claim, measured: five libraries train the same model beside slow and failing learners and thin links."""
+"""The claim, measured: five libraries train one model beside slow and failing learners, over thin links."""

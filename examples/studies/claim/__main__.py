@@ -1,14 +1,15 @@
 """Five libraries train the same model on four learners: held-out loss over wall time.
 
-    python -m examples.studies.claim                                two tasks, five situations, three seeds: hours
-    python -m examples.studies.claim --tasks text --seeds 0         half an hour
+    python -m examples.studies.claim                          two tasks, five situations, three seeds: hours
+    python -m examples.studies.claim --tasks text --seeds 0   half an hour
     python -m examples.studies.claim --only even --schemes ddp hadpsgd
-    python -m examples.studies.claim --table                        what --out holds, once more
+    python -m examples.studies.claim --table                  what --out holds, once more
 
-The schemes are plain Horovod, DDP, PostLocalSGD, torchft's DiLoCo and H-ADPSGD with its defaults. They take turns in
-each situation: even learners, one five times slower, links of 1 Gb/s and 100 Mb/s (network namespaces, which need
-root), one learner killed at T/3. All train for 1.1 T; T is --seconds. Copies of the models are evaluated after a run.
-Written to --out: runs.jsonl, table.md, claim.png and claim_samples.png. A second call runs what runs.jsonl lacks.
+The schemes are plain Horovod, DDP, PostLocalSGD, torchft's DiLoCo and H-ADPSGD with its defaults. They take
+turns in each situation: even learners, one five times slower, links of 1 Gb/s and 100 Mb/s (network
+namespaces, which need root), one learner killed at T/3. All train for 1.1 T; T is --seconds. Copies of the
+models are evaluated after a run. Written to --out: runs.jsonl, table.md, claim.png and claim_samples.png. A
+second call runs what runs.jsonl lacks. What is not installed (pip install torchft) is left out, and named.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,8 +29,8 @@ def last_until(curve: Sequence[Point], seconds: float) -> Point | None:
 def time_to(curve: Sequence[Point], loss: float) -> float | None:
     """Return the seconds after which a curve first has a loss, None if it never has.
 
-    Between two points the loss is taken as linear in the logarithm of time. If the first point has it, the time
-    of that point is returned, which is an upper bound.
+    Between two points the loss is taken as linear in the logarithm of time. If the first point has it, the
+    time of that point is returned, which is an upper bound.
     """
     for place, point in enumerate(curve):
         if point.loss <= loss:
@@ -44,7 +45,7 @@ def at_samples(curve: Sequence[Point], samples: float) -> float | None:
     Between two points the loss is taken as linear in the logarithm of samples.
     """
     known = [point for point in curve if point.samples > 0]
-    for before, after in zip(known, known[1:], strict=False):
+    for before, after in itertools.pairwise(known):
         if before.samples <= samples <= after.samples:
             if before.samples == after.samples:
                 return after.loss
@@ -62,7 +63,7 @@ def _between(x0: float, x1: float, x: float, y0: float, y1: float) -> float:
 
 
 def told(values: Sequence[float], digits: int = 2) -> str:
-    """Return the mean of values over seeds, with a 95 % interval if there are several; empty without values."""
+    """Return the mean of values over seeds, with a 95 % interval if there are several; or ''."""
     if not values:
         return ""
     mean, half = mean_interval(values)

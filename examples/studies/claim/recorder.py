@@ -1,7 +1,8 @@
 """The clock of a learner, copies of its model at fixed times, and what disturbs it.
 
 A thread copies the model at the same times under every scheme, so copies cost each scheme equally, and no
-learner waits for them. A copy may hold parameters from before and after one step. It is evaluated after the run.
+learner waits for them. A copy may hold parameters from before and after one step. It is evaluated after the
+run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from torch import nn
 
 __all__ = ["Recorder", "copied", "copy_file", "ended_file", "log_file", "ready_file", "start_file"]
 
+START_S = 600.0  # longest wait for the start
+LEFT_S = (
+    120.0  # after the last copy a learner that the study has not ended, because it was killed, ends
+)
 BACKWARD = 2.0  # time of a backward pass / time of a forward pass
 POLL_S = 0.02
 
@@ -79,7 +84,10 @@ class Recorder:
     def start(self) -> None:
         """Tell that this learner is ready, and wait for the time at which all start."""
         ready_file(self.folder, self.rank).touch()
+        ends = time.monotonic() + START_S
         while not start_file(self.folder).exists():
+            if time.monotonic() > ends:
+                raise TimeoutError(f"no {start_file(self.folder)} after {START_S:.0f} s")
             time.sleep(POLL_S)
         self._began = float(start_file(self.folder).read_text())
         time.sleep(max(0.0, self._began - time.monotonic()))
@@ -122,6 +130,9 @@ class Recorder:
             )
             with log_file(self.folder, self.rank).open("a") as log:
                 log.write(json.dumps({"number": number, "seconds": seconds, "steps": steps}) + "\n")
+
+        time.sleep(LEFT_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _die(self) -> None:
         self._sleep_until(self._killed_s or 0.0)

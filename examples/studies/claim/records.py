@@ -43,7 +43,7 @@ class Record:
 
 
 def append(file: Path, record: Record) -> None:
-    """Add a record to a file, and wait until it is on the disk. A line cut short by an interruption is ended."""
+    """Add a record to a file, and wait until it is on the disk; first end a line that was cut short."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab+") as out:
         if out.tell():

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["SCHEMES", "TITLES", "Scheme", "missing"]
+__all__ = ["SCHEMES", "TITLES", "Scheme", "missing", "torchft"]
 
-# Steps between two means of the models; DiLoCo's outer step is Nesterov's with OUTER. The published outer rate
-# and momentum, 0.7 and 0.9, learn more slowly in runs of some hundred steps (docs/log/0315-few-exchanges.md).
+# Steps between two means of the models; DiLoCo's outer step is Nesterov's with OUTER. The published outer
+# rate and momentum, 0.7 and 0.9, learn more slowly in some hundred steps (docs/log/0315-few-exchanges.md).
 POST_LOCAL_PERIOD, DILOCO_PERIOD = 4, 20
 OUTER = {"lr": 1.0, "momentum": 0.5}
 TIMEOUT = timedelta(seconds=120)
@@ -39,8 +40,16 @@ def missing(name: str) -> str | None:
     """Return why a scheme cannot run on this machine; None if it can."""
     needs = {"horovod": "horovod", "hadpsgd": "hvd_adpsgd", "diloco": "torchft"}.get(name)
     if needs and importlib.util.find_spec(needs) is None:
-        return f"not installed: pip install {needs}" if needs == "torchft" else "run make venv"
+        return "not installed: pip install torchft" if needs == "torchft" else "run make venv"
     return None
+
+
+def torchft() -> str:
+    """Return the version of torchft."""
+    try:
+        return metadata.version("torchft")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 class Scheme:

@@ -7,10 +7,12 @@ import itertools
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +49,8 @@ def perform(options: argparse.Namespace) -> None:
     absent = reasons(options)
     file = options.out / "runs.jsonl"
     failures: list[str] = []
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that learners end with the study
+        signal.signal(number, _end)
     if not options.table:
         with learners.Hosts() as hosts:
             failures = _train(options, named, data, absent, hosts, file)
@@ -58,6 +62,10 @@ def perform(options: argparse.Namespace) -> None:
     print(f"\n{text}\n\n{options.out}: runs.jsonl, table.md, claim.png, claim_samples.png")
     if failures:
         raise Problem(f"{len(failures)} runs failed; start again to repeat them")
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def reasons(options: argparse.Namespace) -> dict[tuple[str, str], str]:
@@ -159,13 +167,16 @@ def report(
     """Return table, goals, machine and command as Markdown."""
     found = table.rows(its, options.seconds)
     goals = [table.goal(found, t, s) for t, s in itertools.product(options.tasks, options.only)]
-    versions = ", ".join(f"{name} {version}" for name, version in launch.versions().items())
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in (launch.versions() | {"torchft": schemes.torchft()}).items()
+    )
     words = " ".join(["python -m examples.studies.claim", *sys.argv[1:]])
     return "\n".join([
         table.table(found, absent, options.tasks, options.only),
         "",
-        f"T = {options.seconds:g} s; {situations.LEARNERS} learners; seeds: {len(options.seeds)}. Mean ± half of "
-        "a 95 % interval over seeds (Student's t).",
+        f"T = {options.seconds:g} s; {situations.LEARNERS} learners; seeds: {len(options.seeds)}. Mean ± "
+        "half of a 95 % interval over seeds (Student's t).",
         "",
         *filter(None, goals),
         "",

@@ -117,8 +117,8 @@ def _part(row: Row) -> str:
 def goal(found: Mapping[tuple[str, str, str], Row], task: str, situation: str) -> str | None:
     """Return a line on a goal, reached or missed; None if the situation has none.
 
-    A goal is reached if every run gets to DDP's loss, after a part of DDP's time whose mean over seeds is within
-    the bound.
+    A goal is reached if every run gets to DDP's loss, after a part of DDP's time whose mean over seeds is
+    within the bound.
     """
     if situation not in GOALS:
         return None

@@ -1,7 +1,7 @@
 """Trains text or speech under one of five schemes; `python -m examples.studies.claim` starts its learners.
 
-The loop has no end: when each learner has written its last copy, the study ends them all. So no scheme needs a
-message by which its learners agree on the last step.
+The loop has no end: when each learner has written its last copy, the study ends them all. So no scheme needs
+a message by which its learners agree on the last step.
 """
 
 from __future__ import annotations

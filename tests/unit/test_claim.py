@@ -1,0 +1,277 @@
+"""The parts of `make claim` that compute: curves, rows, goals, table, picture, order, and what is kept."""
+
+# The imports come after the check that the packages are there.
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "tqdm"):
+    pytest.importorskip(needed)
+
+import torch
+
+from examples.acoustic_model.speech.problem import Problem
+from examples.studies.claim import (
+    __main__ as script,
+)
+from examples.studies.claim import (
+    evaluation,
+    learners,
+    picture,
+    records,
+    schemes,
+    situations,
+    study,
+    table,
+    tasks,
+)
+from examples.studies.claim.curves import Point, at_samples, last_until, time_to, told
+from examples.studies.claim.recorder import Recorder, copied, copy_file, log_file, start_file
+from examples.studies.claim.records import Key, Record
+
+DEADLINE_S = 120
+CURVE = [Point(1, 10, 4.0), Point(10, 100, 3.0), Point(100, 1000, 2.0)]
+
+
+# ---- curves
+
+
+def test_the_time_to_a_loss_is_between_the_points_around_it() -> None:
+    at = time_to(CURVE, 2.5)
+    assert at is not None and math.isclose(at, 10**1.5)
+    assert time_to(CURVE, 2.0) == pytest.approx(100)
+    assert time_to(CURVE, 5.0) == 1, "an upper bound"
+    assert time_to(CURVE, 1.9) is None
+    assert time_to([], 3.0) is None
+
+
+def test_the_first_time_counts_if_the_loss_rises_again() -> None:
+    rising = [Point(1, 1, 4.0), Point(2, 2, 3.0), Point(4, 4, 3.5), Point(8, 8, 2.5)]
+    assert time_to(rising, 3.0) == pytest.approx(2)
+
+
+def test_the_loss_after_samples() -> None:
+    loss = at_samples(CURVE, 10**1.5)
+    assert loss is not None and math.isclose(loss, 3.5)
+    assert at_samples(CURVE, 1000) == 2.0
+    assert at_samples(CURVE, 1001) is None
+    assert at_samples(CURVE, 9) is None
+    assert at_samples([Point(1, 0, 5.0), Point(2, 10, 4.0), Point(3, 10, 4.0)], 10) == 4.0
+
+
+def test_the_last_point_until_a_time() -> None:
+    assert last_until(CURVE, 10) == CURVE[1]
+    assert last_until(CURVE, 9.9) == CURVE[1], "a copy is made a little later than at its time"
+    assert last_until(CURVE, 0.5) is None
+
+
+def test_values_are_told_with_students_interval() -> None:
+    assert told([1.0, 2.0, 3.0]) == f"2.00 ± {4.303 / math.sqrt(3):.2f}"
+    assert told([1.234]) == "1.23"
+    assert told([]) == ""
+
+
+def test_copies_are_made_until_t_and_after() -> None:
+    times = situations.times(32.0)
+    assert times == sorted(times)
+    assert times[0] == 1.0
+    assert times[-2:] == [32.0, pytest.approx(35.2)]
+    ratios = [b / a for a, b in itertools.pairwise(times[:-1])]
+    assert max(ratios) == pytest.approx(min(ratios))
+
+
+# ---- rows, goals, table
+
+
+def record(
+    scheme: str, seed: int, faster: float = 1.0, situation: str = "1gbit", **changes: Any
+) -> Record:
+    """A run whose times are those of CURVE, divided."""
+    curve = [Point(p.seconds / faster, p.samples, p.loss) for p in CURVE]
+    key = Key("text", situation, scheme, seed)
+    return dataclasses.replace(Record(key, {"seconds": 100.0}, curve, None, 9.0), **changes)
+
+
+def test_a_row_compares_equal_seeds() -> None:
+    runs = [record("ddp", 0), record("ddp", 1), record("hadpsgd", 0, 4.0), record("hadpsgd", 2)]
+    row = table.rows(runs, 100.0)["text", "1gbit", "hadpsgd"]
+    assert (row.seeds, row.compared) == (2, 1)
+    assert row.part == [pytest.approx(0.25)]
+    assert row.equal == [2.0]
+    assert row.loss == [2.0, 2.0]
+    assert row.speed == [pytest.approx(40.0), pytest.approx(10.0)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "line"),
+    [
+        ((4.0, 4.0), "0.25 ± 0.00, **reached**"),
+        ((2.0, 2.0), "0.50 ± 0.00, **missed**"),
+        ((4.0, 0.5), "0.25 in 1 of 2 runs, **missed**"),
+        ((0.5, 0.5), "not reached, **missed**"),
+    ],
+)
+def test_a_goal_is_reached_or_missed(factors: tuple[float, ...], line: str) -> None:
+    runs = [record("ddp", seed) for seed in range(2)]
+    for seed, factor in enumerate(factors):
+        mine = record("hadpsgd", seed, factor)
+        runs.append(dataclasses.replace(mine, curve=[p for p in mine.curve if p.seconds <= 110.0]))
+    goal = table.goal(table.rows(runs, 100.0), "text", "1gbit")
+    assert goal == f"- text, links of 1 Gb/s: goal at most 0.33 of DDP's time: {line}"
+
+
+def test_a_situation_without_a_goal_or_without_runs() -> None:
+    assert table.goal({}, "text", "killed") is None
+    goal = table.goal(table.rows([record("hadpsgd", 0)], 100.0), "text", "1gbit")
+    assert goal is not None and goal.endswith("not measured")
+
+
+def test_the_table_names_what_is_missing_and_what_ended() -> None:
+    short = CURVE[:1]
+    runs = [record("hadpsgd", 0, situation="killed")]
+    runs.append(record("ddp", 0, situation="killed", curve=short, ended_s=33.4))
+    found = table.rows(runs, 100.0)
+    absent = {("killed", "diloco"): "not installed: pip install torchft"}
+    lines = table.table(found, absent, ["text"], ["killed"]).splitlines()
+    start = "| text | one learner killed at T/3 |"
+    assert f"{start} plain Horovod | no run | | | |" in lines
+    assert f"{start} DDP | 10.0 | 4.00, ends after 33 s | – | 1.00 |" in lines
+    assert f"{start} torchft DiLoCo | not installed: pip install torchft | | | |" in lines
+    assert f"{start} H-ADPSGD | 10.0 | 2.00 | 4.00 | 1.00 |" in lines
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    runs = [record(scheme, seed) for scheme in ("ddp", "hadpsgd") for seed in range(2)]
+    runs.append(record("horovod", 0, curve=[], ended_s=0.1))
+    absent = {("slow", "ddp"): "needs root"}
+    for across in picture.ACROSS:
+        file = tmp_path / f"{across}.png"
+        picture.draw(runs, absent, ["text", "speech"], ["1gbit", "slow"], file, across)
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- order, and what is kept
+
+
+def test_schemes_take_turns_in_another_order_for_each_seed() -> None:
+    words = ["--tasks", "text", "--only", "even", "slow", "--schemes", "ddp", "hadpsgd"]
+    keys = list(study.turns(script.arguments([*words, "--seeds", "0", "1"])))
+    assert [(key.seed, key.situation, key.scheme) for key in keys] == [
+        (0, "even", "ddp"), (0, "even", "hadpsgd"), (0, "slow", "ddp"), (0, "slow", "hadpsgd"),
+        (1, "even", "hadpsgd"), (1, "even", "ddp"), (1, "slow", "hadpsgd"), (1, "slow", "ddp"),
+    ]  # fmt: skip
+
+
+def test_records_are_kept_and_one_cut_short_is_not_one(tmp_path: Path) -> None:
+    file = tmp_path / "out" / "runs.jsonl"
+    assert records.load(file) == []
+    records.append(file, record("ddp", 0))
+    with file.open("a") as out:
+        out.write('{"key": {"task"')
+    records.append(file, record("ddp", 1, ended_s=1.5))
+    assert records.load(file) == [record("ddp", 0), record("ddp", 1, ended_s=1.5)]
+
+
+def options(tmp_path: Path, *words: str) -> Any:
+    return script.arguments(["--tasks", "text", "--quick", "--out", str(tmp_path), *words])
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = options(tmp_path, "--only", "even", "--seeds", "0", "--schemes", "ddp", "hadpsgd")
+    made: list[Key] = []
+
+    def one(key: Key, task: tasks.Task, options: Any, *_: object) -> Record:
+        made.append(key)
+        if key.scheme == "ddp" and len(made) == 1:
+            raise Problem("on purpose")
+        return Record(key, study.settings(task, options), CURVE, None, 1.0)
+
+    monkeypatch.setattr(study, "one", one)
+    monkeypatch.setattr(study.signal, "signal", lambda *_: None)
+    with pytest.raises(Problem, match="1 runs failed; start again"):
+        study.perform(chosen)
+    study.perform(chosen)
+    study.perform(chosen)
+    assert [key.scheme for key in made] == ["ddp", "hadpsgd", "ddp"]
+    study.perform(options(tmp_path, "--only", "even", "--seeds", "0", "--seconds", "7"))
+    assert len(made) == 3 + len(schemes.SCHEMES) - sum(
+        map(bool, map(schemes.missing, schemes.SCHEMES))
+    )
+    text = (tmp_path / "table.md").read_text()
+    assert "T = 7 s; 4 learners; seeds: 1." in text
+
+
+def test_what_cannot_run_here_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = schemes.importlib.util.find_spec
+    monkeypatch.setattr(
+        schemes.importlib.util, "find_spec", lambda name: None if name == "torchft" else find(name)
+    )
+    monkeypatch.setattr(learners, "unavailable", lambda: "a cluster needs root, this is user 1000")
+    found = study.reasons(options(tmp_path))
+    assert found["even", "diloco"] == "not installed: pip install torchft"
+    assert found["1gbit", "ddp"] == "a cluster needs root, this is user 1000"
+    assert ("even", "ddp") not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seconds", "0.5"], "--seconds is 0.5, allowed are 1 to 86400"),
+        (["--seeds", "-1"], "--seeds is -1"),
+        (["--seeds", *map(str, range(11))], "the number of --seeds is 11"),
+    ],
+)
+def test_wrong_arguments(words: list[str], message: str) -> None:
+    with pytest.raises(Problem, match=message):
+        script.arguments(words)
+
+
+def test_an_unknown_task() -> None:
+    with pytest.raises(Problem, match="--task is 'image', allowed are text, speech"):
+        tasks.named("image")
+
+
+# ---- copies
+
+
+def test_a_learner_copies_its_model_and_the_mean_is_evaluated(tmp_path: Path) -> None:
+    task = tasks.named("text", quick=True)
+    torch.manual_seed(0)
+    model = task.model()
+    start_file(tmp_path).write_text("0.0")  # long ago
+    recorder = Recorder(tmp_path, 0, model, [0.0, 0.0])
+    recorder.start()
+    wait_for = threading.Event()
+    for _ in range(100 * DEADLINE_S):
+        if copied(tmp_path, 1, 0):
+            break
+        wait_for.wait(0.01)
+    values = np.fromfile(copy_file(tmp_path, 1, 0), np.float32)
+    whole = torch.nn.utils.parameters_to_vector(model.parameters())
+    assert np.array_equal(values, whole.detach().numpy())
+    (values + 1).tofile(copy_file(tmp_path, 1, 1))
+    log_file(tmp_path, 1).write_text('{"number": 1, "seconds": 7.0, "steps": 3}\n{"number": 2')
+    mean = evaluation.mean([copy_file(tmp_path, 1, rank) for rank in range(2)])
+    assert np.allclose(mean, values + 0.5, atol=1e-6)
+    points = evaluation.curve(tmp_path, task, [0.0, 0.0, 9.0])
+    assert [point.samples for point in points] == [0, 3 * task.samples]
+    assert points[0].loss == pytest.approx(task.evaluate(model))
+    assert points[1].loss != points[0].loss
+    assert copied(tmp_path, 2, 1) is None, "its line is not complete"
+
+
+def test_a_training_that_fails_copies_no_more(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 2, torch.nn.Linear(1, 1), [])
+    with pytest.raises(ValueError), recorder.until_failure():
+        raise ValueError("on purpose")
+    assert (tmp_path / "ended-2").exists()
