@@ -141,8 +141,8 @@ def test_the_table_names_what_is_missing_and_what_ended() -> None:
     runs = [record("hadpsgd", 0, situation="killed")]
     runs.append(record("ddp", 0, situation="killed", curve=short, ended_s=33.4))
     found = table.rows(runs, 100.0)
-    absent = {("killed", "diloco"): "not installed: pip install torchft"}
-    lines = table.table(found, absent, ["text"], ["killed"]).splitlines()
+    absent = {("text", "killed", "diloco"): "not installed: pip install torchft"}
+    lines = table.table(found, absent, ["text"], ["killed"], list(schemes.SCHEMES)).splitlines()
     start = "| text | one learner killed at T/3 |"
     assert f"{start} plain Horovod | no run | | | |" in lines
     assert f"{start} DDP | 10.0 | 4.00, ends after 33 s | – | 1.00 |" in lines
@@ -153,7 +153,7 @@ def test_the_table_names_what_is_missing_and_what_ended() -> None:
 def test_the_picture(tmp_path: Path) -> None:
     runs = [record(scheme, seed) for scheme in ("ddp", "hadpsgd") for seed in range(2)]
     runs.append(record("horovod", 0, curve=[], ended_s=0.1))
-    absent = {("slow", "ddp"): "needs root"}
+    absent = {("text", "slow", "ddp"): "needs root"}
     for across in picture.ACROSS:
         file = tmp_path / f"{across}.png"
         picture.draw(runs, absent, ["text", "speech"], ["1gbit", "slow"], file, across)
@@ -194,12 +194,14 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
         made.append(key)
         if key.scheme == "ddp" and len(made) == 1:
             raise Problem("on purpose")
-        return Record(key, study.settings(task, options), CURVE, None, 1.0)
+        return Record(key, study.settings(task, key.scheme, options), CURVE, None, 1.0)
 
     monkeypatch.setattr(study, "one", one)
     monkeypatch.setattr(study.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(study.picture, "draw", lambda *_: None)
     with pytest.raises(Problem, match="1 runs failed; start again"):
         study.perform(chosen)
+    assert "failed: on purpose" in (tmp_path / "table.md").read_text()
     study.perform(chosen)
     study.perform(chosen)
     assert [key.scheme for key in made] == ["ddp", "hadpsgd", "ddp"]
@@ -218,9 +220,9 @@ def test_what_cannot_run_here_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(learners, "unavailable", lambda: "a cluster needs root, this is user 1000")
     found = study.reasons(options(tmp_path))
-    assert found["even", "diloco"] == "not installed: pip install torchft"
-    assert found["1gbit", "ddp"] == "a cluster needs root, this is user 1000"
-    assert ("even", "ddp") not in found
+    assert found["text", "even", "diloco"] == "not installed: pip install torchft"
+    assert found["text", "1gbit", "ddp"] == "a cluster needs root, this is user 1000"
+    assert ("text", "even", "ddp") not in found
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from .curves import Point
 from .records import Record
 from .schemes import TITLES
 from .situations import SITUATIONS
+from .table import Place
 
 __all__ = ["ACROSS", "draw"]
 
-STYLES = {
+STYLES: dict[str, tuple[str, Any, str]] = {
     "horovod": ("#e69f00", (0, (3, 1, 1, 1)), "s"),
     "ddp": ("#d55e00", "--", "x"),
     "post_local_sgd": ("#cc79a7", (0, (1, 1)), "D"),
@@ -29,14 +30,14 @@ POINTS = 60  # of a mean over seeds
 
 
 def draw(
-    records: Sequence[Record], absent: Mapping[tuple[str, str], str], tasks: Sequence[str],
+    records: Sequence[Record], absent: Mapping[Place, str], tasks: Sequence[str],
     situations: Sequence[str], path: Path, across: str = "seconds",
 ) -> None:  # fmt: skip
     """Draw a panel for each task and situation; a line is the mean over seeds, an area their range.
 
     Args:
         records: runs with equal settings.
-        absent: why a scheme has no run in a situation.
+        absent: why there is no run, by task, situation and scheme.
         tasks: rows.
         situations: columns.
         path: PNG to write.
@@ -53,7 +54,7 @@ def draw(
     for row, task in zip(axes, tasks, strict=True):
         for axis, situation in zip(row, situations, strict=True):
             its = [r for r in records if (r.key.task, r.key.situation) == (task, situation)]
-            _panel(axis, its, [absent.get((situation, scheme)) for scheme in TITLES], across)
+            _panel(axis, its, [absent.get((task, situation, s)) for s in TITLES], across)
             axis.set_title(SITUATIONS[situation].title, fontsize=10)
         row[0].set_ylabel(f"{task}: held-out loss in nats")
     for axis in axes[-1]:

@@ -22,6 +22,11 @@ class Key:
     scheme: str
     seed: int
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Task, situation and scheme."""
+        return self.task, self.situation, self.scheme
+
 
 @dataclass(frozen=True)
 class Record:

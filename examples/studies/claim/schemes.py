@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["SCHEMES", "TITLES", "Scheme", "missing", "torchft"]
+__all__ = ["SCHEMES", "SETTINGS", "TITLES", "Scheme", "missing", "torchft"]
 
-# Steps between two means of the models; DiLoCo's outer step is Nesterov's with OUTER. The published outer
+# Steps between two means of the models; DiLoCo's outer step is Nesterov's SGD. The published outer
 # rate and momentum, 0.7 and 0.9, learn more slowly in some hundred steps (docs/log/0315-few-exchanges.md).
 POST_LOCAL_PERIOD, DILOCO_PERIOD = 4, 20
-OUTER = {"lr": 1.0, "momentum": 0.5}
+OUTER_RATE, OUTER_MOMENTUM = 1.0, 0.5
+SETTINGS: dict[str, dict[str, float]] = {
+    "post_local_sgd": {"period": POST_LOCAL_PERIOD},
+    "diloco": {"period": DILOCO_PERIOD, "outer_rate": OUTER_RATE, "outer_momentum": OUTER_MOMENTUM},
+}
 TIMEOUT = timedelta(seconds=120)
 JOIN_MS = (
     60_000  # for which a quorum of torchft waits for a learner that answers, however slow it is
@@ -133,7 +137,7 @@ class DiLoCo(Scheme):
             hostname=host,
             init_sync=False,
         )
-        outer = torch.optim.SGD(model.parameters(), nesterov=True, **OUTER)
+        outer = torch.optim.SGD(model.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
         self.outer = Outer(
             self.manager, [model], optimizer, outer, DILOCO_PERIOD, use_bucketization=True
         )

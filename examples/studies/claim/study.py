@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import launch, sweep
 from examples.acoustic_model.speech.problem import Problem
+from examples.studies.disturbed import jobs
 
 from . import evaluation, learners, picture, records, schemes, situations, table, tasks
 from .records import Key, Record
@@ -48,13 +49,14 @@ def perform(options: argparse.Namespace) -> None:
     named = {name: tasks.named(name, options.quick, data) for name in options.tasks}
     absent = reasons(options)
     file = options.out / "runs.jsonl"
-    failures: list[str] = []
+    failures: dict[table.Place, str] = {}
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that learners end with the study
         signal.signal(number, _end)
     if not options.table:
         with learners.Hosts() as hosts:
             failures = _train(options, named, data, absent, hosts, file)
     its = wanted(records.load(file), named, options)
+    absent |= failures
     text = report(options, its, absent)
     (options.out / "table.md").write_text(text + "\n")
     for across, name in (("seconds", "claim.png"), ("samples", "claim_samples.png")):
@@ -68,44 +70,43 @@ def _end(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def reasons(options: argparse.Namespace) -> dict[tuple[str, str], str]:
-    """Return why a scheme cannot run in a situation on this machine, by both."""
-    found = {}
+def reasons(options: argparse.Namespace) -> dict[table.Place, str]:
+    """Return why runs are not possible on this machine, by task, situation and scheme."""
+    found: dict[table.Place, str] = {}
     no_hosts = learners.no_hosts()
-    for situation, scheme in itertools.product(options.only, options.schemes):
+    for place in itertools.product(options.tasks, options.only, options.schemes):
+        _, situation, scheme = place
         why = schemes.missing(scheme) or (no_hosts if SITUATIONS[situation].rate else None)
         if why:
-            found[(situation, scheme)] = why
+            found[place] = why
     return found
 
 
-def settings(task: tasks.Task, options: argparse.Namespace) -> dict[str, Any]:
+def settings(task: tasks.Task, scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a run depends on besides its key."""
-    return {**task.settings, "seconds": options.seconds, "learners": situations.LEARNERS}
+    common = {"seconds": options.seconds, "learners": situations.LEARNERS}
+    return {**task.settings, **common, **schemes.SETTINGS.get(scheme, {})}
 
 
 def wanted(
     found: Sequence[Record], named: dict[str, tasks.Task], options: argparse.Namespace
 ) -> list[Record]:
     """Return the runs that belong to the options."""
-    keys = set(turns(options))
-    return [
-        record
-        for record in found
-        if record.key in keys and record.settings == settings(named[record.key.task], options)
-    ]
+    keys = {key: settings(named[key.task], key.scheme, options) for key in turns(options)}
+    return [record for record in found if record.settings == keys.get(record.key)]
 
 
 def _train(
     options: argparse.Namespace, named: dict[str, tasks.Task], data: Path,
-    absent: dict[tuple[str, str], str], hosts: learners.Hosts, file: Path,
-) -> list[str]:  # fmt: skip
-    """Run all that is missing; return a line on each failure."""
+    absent: Mapping[table.Place, str], hosts: learners.Hosts, file: Path,
+) -> dict[table.Place, str]:  # fmt: skip
+    """Run all that is missing; return why runs have failed, by task, situation and scheme."""
     done = wanted(records.load(file), named, options)
     there = {record.key for record in done}
-    possible = [key for key in turns(options) if (key.situation, key.scheme) not in absent]
+    possible = [key for key in turns(options) if key.place not in absent]
     missing = [key for key in possible if key not in there]
-    took, failures = [record.took_s for record in done], []
+    took = [record.took_s for record in done]
+    failures: dict[table.Place, str] = {}
     print(f"{len(possible)} runs, {len(possible) - len(missing)} finished before", flush=True)
     for place, key in enumerate(missing):
         what = f"{key.task}, {SITUATIONS[key.situation].title}, {schemes.TITLES[key.scheme]}"
@@ -115,15 +116,20 @@ def _train(
             record = one(key, named[key.task], options, data, hosts)
         except Problem as problem:
             print(f"   failed: {problem}", flush=True)
-            failures.append(f"{what}, seed {key.seed}: {problem}")
+            failures[key.place] = f"failed: {str(problem).splitlines()[0]}"
             continue
         records.append(file, record)
         took.append(record.took_s)
-        end = record.curve[-1] if record.curve else None
-        ended = f", ended after {record.ended_s:.0f} s" if record.ended_s is not None else ""
-        loss = f"held-out loss {end.loss:.3f} after {end.samples:.0f} samples" if end else "no copy"
-        print(f"   {loss}{ended} ({record.took_s:.0f} s)", flush=True)
+        print(f"   {described(record)}", flush=True)
     return failures
+
+
+def described(record: Record) -> str:
+    """Return the line on a run that is done."""
+    end = record.curve[-1] if record.curve else None
+    loss = f"held-out loss {end.loss:.3f} after {end.samples:.0f} samples" if end else "no copy"
+    ended = f", ended after {record.ended_s:.0f} s" if record.ended_s is not None else ""
+    return f"{loss}{ended} ({record.took_s:.0f} s)"
 
 
 def one(
@@ -149,20 +155,20 @@ def one(
     with learners.Job(key.scheme, command, folder, cluster) as job:
         ended_s = job.run(len(times) - 1, times[-1])
     if ended_s is not None and ended_s < (kill_s or times[-1]):
-        log = learners.jobs.tail(folder / "log.txt")
+        log = jobs.tail(folder / "log.txt")
         raise Problem(f"the job ended after {ended_s:.0f} s of {times[-1]:.0f} s\n{log}")
     torch.set_num_threads(prepare_data.usable_cores())
     points = evaluation.curve(folder, task, times)
     shutil.rmtree(folder)
-    if (
-        ended_s is not None
-    ):  # a learner may fail later than the first one, and copy its model until then
+    if ended_s is not None:
+        # a learner may fail later than the first one, and copy its model until then
         points = [point for point in points if point.seconds <= ended_s]
-    return Record(key, settings(task, options), points, ended_s, time.monotonic() - began)
+    told = settings(task, key.scheme, options)
+    return Record(key, told, points, ended_s, time.monotonic() - began)
 
 
 def report(
-    options: argparse.Namespace, its: Sequence[Record], absent: dict[tuple[str, str], str]
+    options: argparse.Namespace, its: Sequence[Record], absent: Mapping[table.Place, str]
 ) -> str:
     """Return table, goals, machine and command as Markdown."""
     found = table.rows(its, options.seconds)
@@ -173,7 +179,7 @@ def report(
     )
     words = " ".join(["python -m examples.studies.claim", *sys.argv[1:]])
     return "\n".join([
-        table.table(found, absent, options.tasks, options.only),
+        table.table(found, absent, options.tasks, options.only, options.schemes),
         "",
         f"T = {options.seconds:g} s; {situations.LEARNERS} learners; seeds: {len(options.seeds)}. Mean ± "
         "half of a 95 % interval over seeds (Student's t).",

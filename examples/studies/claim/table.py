@@ -12,7 +12,7 @@ from .records import Key, Record
 from .schemes import TITLES
 from .situations import GOALS, SITUATIONS
 
-__all__ = ["Row", "goal", "rows", "table"]
+__all__ = ["Place", "Row", "goal", "rows", "table"]
 
 BASE, OURS = "ddp", "hadpsgd"
 HEAD = (
@@ -20,7 +20,7 @@ HEAD = (
     "time to DDP's loss / DDP's time |"
 )
 
-Absent = Mapping[tuple[str, str], str]  # why a scheme has no run in a situation
+Place = tuple[str, str, str]  # task, situation, scheme
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
     ended_s: list[float]
 
 
-def rows(records: Iterable[Record], seconds: float) -> dict[tuple[str, str, str], Row]:
+def rows(records: Iterable[Record], seconds: float) -> dict[Place, Row]:
     """Return a row for each task, situation and scheme.
 
     Args:
@@ -54,12 +54,11 @@ def rows(records: Iterable[Record], seconds: float) -> dict[tuple[str, str, str]
         seconds: T.
     """
     by_key = {record.key: record for record in records}
-    found: dict[tuple[str, str, str], Row] = {}
+    found: dict[Place, Row] = {}
     for key, record in sorted(by_key.items(), key=lambda item: item[0].seed):
-        place = (key.task, key.situation, key.scheme)
-        row = found.get(place) or Row(0, [], [], [], [], 0, [])
+        row = found.get(key.place) or Row(0, [], [], [], [], 0, [])
         base = by_key.get(Key(key.task, key.situation, BASE, key.seed))
-        found[place] = _with(row, record, base, seconds)
+        found[key.place] = _with(row, record, base, seconds)
     return found
 
 
@@ -81,15 +80,16 @@ def _with(row: Row, record: Record, base: Record | None, seconds: float) -> Row:
 
 
 def table(
-    found: Mapping[tuple[str, str, str], Row], absent: Absent, tasks: Sequence[str],
-    situations: Sequence[str],
+    found: Mapping[Place, Row], absent: Mapping[Place, str], tasks: Sequence[str],
+    situations: Sequence[str], schemes: Sequence[str],
 ) -> str:  # fmt: skip
     """Return the table as Markdown: a line for each task, situation and scheme."""
     lines = [HEAD, "|---|---|---|---|---|---|---|"]
     for task in tasks:
         for situation in situations:
-            for scheme in TITLES:
-                row, why = found.get((task, situation, scheme)), absent.get((situation, scheme))
+            for scheme in schemes:
+                place = task, situation, scheme
+                row, why = found.get(place), absent.get(place)
                 cells = _cells(row) if row else f"{why or 'no run'} | | |"
                 title = SITUATIONS[situation].title
                 lines.append(f"| {task} | {title} | {TITLES[scheme]} | {cells} |")
@@ -114,7 +114,7 @@ def _part(row: Row) -> str:
     return f"{told(row.part)} in {len(row.part)} of {row.compared} runs"
 
 
-def goal(found: Mapping[tuple[str, str, str], Row], task: str, situation: str) -> str | None:
+def goal(found: Mapping[Place, Row], task: str, situation: str) -> str | None:
     """Return a line on a goal, reached or missed; None if the situation has none.
 
     A goal is reached if every run gets to DDP's loss, after a part of DDP's time whose mean over seeds is

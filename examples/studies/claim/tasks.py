@@ -80,7 +80,8 @@ def named(name: str, quick: bool = False, speech: Path = acoustic.DATA) -> Task:
 
 def text(quick: bool) -> Task:
     """A transformer predicts the next byte of Python's standard library: 10.0 M parameters, AdamW."""
-    settings = {"width": 320, "blocks": 8, "batch": 2, "rate": 0.001, "held_out": 64}
+    settings: dict[str, Any] = {"width": 320, "blocks": 8, "batch": 2, "rate": 0.001}
+    settings["held_out"] = 64  # sequences
     settings |= {"width": 32, "blocks": 1, "held_out": 8} if quick else {}
     width, blocks, batch = (int(settings[key]) for key in ("width", "blocks", "batch"))
 
@@ -104,18 +105,22 @@ def text(quick: bool) -> Task:
 
 def acoustics(quick: bool, data: Path) -> Task:
     """A bidirectional LSTM names the state of each frame of synthetic speech: 9 M parameters, SGD."""
-    settings = {"layers": 2, "hidden": 512, "batch": 4, "rate": 0.1, "momentum": 0.9}
-    settings |= {"held_out": 128}
+    settings: dict[str, Any] = {"layers": 2, "hidden": 512, "batch": 4, "rate": 0.1}
+    settings |= {"momentum": 0.9, "held_out": 128}  # segments
     settings |= {"layers": 1, "hidden": 16, "held_out": 16} if quick else {}
-    layers, hidden = int(settings["layers"]), int(settings["hidden"])
-    split = functools.cache(lambda name: corpus.Split(data, name))
+    layers, hidden, size, many = (
+        int(settings[key]) for key in ("layers", "hidden", "batch", "held_out")
+    )
+
+    @functools.cache
+    def split(name: str) -> corpus.Split:
+        return corpus.Split(data, name)
 
     def chosen(name: str, segments: list[int]) -> Batch:
         frames, labels = split(name)[segments]
         return torch.from_numpy(frames), torch.from_numpy(labels)
 
     def batches(rank: int, n: int, seed: int) -> Iterator[Batch]:
-        size = int(settings["batch"])
         for epoch in itertools.count():
             random = torch.Generator().manual_seed(1_000_003 * seed + epoch)
             mine = torch.randperm(len(split("train")), generator=random)[rank::n].tolist()
@@ -124,8 +129,8 @@ def acoustics(quick: bool, data: Path) -> Task:
 
     @functools.cache
     def held_out() -> list[Batch]:
-        every = max(1, len(split("dev")) // int(settings["held_out"]))
-        return [chosen("dev", list(range(0, len(split("dev")), every))[: settings["held_out"]])]
+        every = max(1, len(split("dev")) // many)
+        return [chosen("dev", list(range(0, len(split("dev")), every))[:many])]
 
     return Task(
         settings,
