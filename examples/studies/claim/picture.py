@@ -46,7 +46,7 @@ def draw(
     require("matplotlib", "matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
-    size = (1.0 + 2.9 * len(situations), 1.0 + 2.7 * len(tasks))
+    size = (max(6.5, 1.0 + 2.9 * len(situations)), 1.0 + 2.7 * len(tasks))
     figure, axes = plt.subplots(
         len(tasks), len(situations), figsize=size, sharey="row", squeeze=False,
         layout="constrained", facecolor="white",
@@ -62,13 +62,15 @@ def draw(
     handles = [plt.Line2D([], [], color=c, linestyle=s, marker=m) for c, s, m in STYLES.values()]
     figure.legend(
         handles, [TITLES[scheme] for scheme in STYLES], loc="outside lower center",
-        ncols=len(STYLES), frameon=False,
+        ncols=len(STYLES) if len(situations) > 2 else 3, frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _panel(axis: Any, its: Sequence[Record], why: Sequence[str | None], across: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     for scheme in STYLES:
         runs = [record for record in its if record.key.scheme == scheme and record.curve]
         if runs:
@@ -77,7 +79,10 @@ def _panel(axis: Any, its: Sequence[Record], why: Sequence[str | None], across: 
         text = next(filter(None, why), "no run")
         axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes, wrap=True)
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
 
 

@@ -105,7 +105,7 @@ def text(quick: bool) -> Task:
 
 def acoustics(quick: bool, data: Path) -> Task:
     """A bidirectional LSTM names the state of each frame of synthetic speech: 9 M parameters, SGD."""
-    settings: dict[str, Any] = {"layers": 2, "hidden": 512, "batch": 4, "rate": 0.1}
+    settings: dict[str, Any] = {"layers": 2, "hidden": 512, "batch": 4, "rate": 0.2}
     settings |= {"momentum": 0.9, "held_out": 128}  # segments
     settings |= {"layers": 1, "hidden": 16, "held_out": 16} if quick else {}
     layers, hidden, size, many = (

@@ -47,13 +47,15 @@ def main() -> None:
     model = task.model()
     inner = task.optimizer(model.parameters())
     rate = inner.param_groups[0]["lr"]
+    batches = task.batches(rank, size, options.seed)
+    task.loss(model, next(batches)).backward()  # the first passes allocate memory, and take longer
+    inner.zero_grad()
     called, optimizer = scheme.wrap(model, inner)
     last = rank == size - 1
     recorder = Recorder(
         options.folder, rank, model, options.times, options.slow if last else 1.0,
         options.kill if last else None,
     )  # fmt: skip
-    batches = task.batches(rank, size, options.seed)
     recorder.start()
     with recorder.until_failure(), scheme.training():
         for batch in batches:
