@@ -9,7 +9,8 @@ The schemes are plain Horovod, DDP, PostLocalSGD, torchft's DiLoCo and H-ADPSGD 
 turns in each situation: even learners, one five times slower, links of 1 Gb/s and 100 Mb/s (network
 namespaces, which need root), one learner killed at T/3. All train for 1.1 T; T is --seconds. Copies of the
 models are evaluated after a run. Written to --out: runs.jsonl, table.md, claim.png and claim_samples.png. A
-second call runs what runs.jsonl lacks. What is not installed (pip install torchft) is left out, and named.
+second call runs what runs.jsonl lacks. A run needs 3 GB there. What is not installed (pip install torchft)
+is left out, and named.
 """
 
 from __future__ import annotations
