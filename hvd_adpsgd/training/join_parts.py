@@ -60,9 +60,9 @@ def filled(value: Any, mesh: Any) -> Any:
     return value
 
 
-def mesh_of(optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the mesh over which an optimizer's parameters are sharded; None if they are not."""
-    groups = optimizer.param_groups if optimizer is not None else []
+def mesh_of(*optimizers: torch.optim.Optimizer) -> Any:
+    """Return the mesh over which the optimizers' parameters are sharded; None if they are not."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     cut: list[Any] = [p for group in groups for p in group["params"] if is_sharded(p)]
     return cut[0].device_mesh if cut else None
 

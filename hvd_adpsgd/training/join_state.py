@@ -104,9 +104,9 @@ class JoinState:
             whole = [moment for moment in averaging.rule.moments() if not is_sharded(moment)]
             for mine, mean in zip(whole, moments, strict=True):
                 mine.copy_(mean)
+        mesh = mesh_of(*optimizers)
         for averaging, (step, state) in zip(live(), self.memories, strict=True):
             if state and not averaging.rule.own:
-                mesh = mesh_of(averaging.optimizer())
                 checkpoint.load_state(averaging, filled(state, mesh))
             averaging.step = step
             averaging.rule.received = False

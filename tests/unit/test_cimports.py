@@ -11,6 +11,7 @@ EXT = Path(__file__).parents[2] / "ext" / "hvd_adpsgd"
 # Each may cimport what stands before it.
 ORDER = (
     "kernels",
+    "codes",
     "doorbell",
     "store",
     "mailbox",

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 from hvd_adpsgd.training.parameters import Parameters
+from hvd_adpsgd.training.sharded import require_whole_shards
 from hvd_adpsgd.training.supported import (
     averages_gradients,
     require_models,
@@ -84,17 +85,21 @@ def test_fsdp_is_refused(original: bool) -> None:
     model = FullyShardedDataParallel(
         linear(), use_orig_params=original, device_id=torch.device("cpu")
     )
-    with pytest.raises(ModelMismatchError, match="FullyShardedDataParallel.*plain module"):
+    with pytest.raises(ModelMismatchError, match="FullyShardedDataParallel.*Use fully_shard"):
         require_supported(sgd(model))
 
 
 @pytest.mark.usefixtures("process_group")
-def test_fully_shard_is_refused() -> None:
+def test_fully_shard_needs_super_learners_of_one_size() -> None:
     model = linear()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ModelMismatchError, match="DTensor"):
-        require_supported(sgd(model))
+    require_supported(sgd(model))
+    named = list(model.named_parameters())
+    assert require_whole_shards(named, [1, 1], lambda ranks: list(ranks) == [0])
+    assert not require_whole_shards(linear().named_parameters(), [2, 1], lambda ranks: False)
+    with pytest.raises(ModelMismatchError, match="have 2, 1 learners"):
+        require_whole_shards(named, [2, 1], lambda ranks: True)
 
 
 # ---- master copies ------------------------------------------------------------------------------
