@@ -14,6 +14,9 @@ enum { FINEST = 2, COARSEST = 246 };
 enum { DIGITS = 20, DIGITS_16 = 13 };
 /* By how many powers of two a step grows where a block has wrapped. */
 enum { LEAP = 3 };
+/* Mean size of differences that are spread over the range, in halves of it: what is known of a block that was
+ * passed over. */
+#define UNIFORM 0.58
 
 typedef union {
   float f32[B];
@@ -89,7 +92,7 @@ ADPSGD_VECTOR static float sum_of_squares(const int32_t *restrict d, int64_t n) 
 ADPSGD_VECTOR static float centre(int32_t *restrict d, const int32_t *restrict a, const int32_t *restrict b,
                                   int32_t half, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t x = ((uint32_t)(a[i] - b[i] + half) & (uint32_t)(2 * half - 1));
+    const uint32_t x = ((uint32_t)a[i] - (uint32_t)b[i] + (uint32_t)half) & (uint32_t)(2 * half - 1);
     d[i] = (int32_t)(x ? x : (uint32_t)half) - half;
   }
   return sum_of_squares(d, n);
@@ -167,6 +170,14 @@ static int top(int sums, const Numbers *x, int64_t n) {
   return sums == ADPSGD_FLOAT64 ? top_f64(x->f64, n) : top_f32(x->f32, n);
 }
 
+/* By how many powers of two a step may be finer than the block's largest number. A difference of 16-bit numbers
+ * is a multiple of their last place, which is not to be one of the range. */
+static int digits_of(int bits, int dtype) {
+  const int places = dtype == ADPSGD_BFLOAT16 ? 7 : dtype == ADPSGD_FLOAT16 ? 10 : DIGITS;
+  const int digits = places + bits - 2;
+  return bits == 16 ? DIGITS_16 : digits < DIGITS ? digits : DIGITS;
+}
+
 int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, uint8_t *steps, int64_t n) {
   uint8_t *head = out, *codes = head + adpsgd_codes_blocks(n);
   int32_t q[B + 1] = {0};
@@ -176,8 +187,9 @@ int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, 
     const int64_t count = n - start < B ? n - start : B;
     int finest;
     bad |= read_block(&x, mine, sums, start, count);
-    finest = top(sums, &x, count) - (bits == 16 ? DIGITS_16 : DIGITS);
-    head[k] = (uint8_t)clamp(steps[k] < finest ? finest : steps[k]);
+    finest = top(sums, &x, count) - digits_of(bits, mine->dtype);
+    bad |= finest > COARSEST;
+    head[k] = (uint8_t)clamp(bits == 16 || steps[k] < finest ? finest : steps[k]);
     grid(sums, q, &x, head[k], count);
     pack(bits, codes + start * bits / 8, q, count);
   }
@@ -187,7 +199,7 @@ int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, 
 int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n) {
   const int64_t nblocks = adpsgd_codes_blocks(n);
   const int32_t half = 1 << (bits - 1);
-  const double limit = 0.45 * half; /* differences over the whole range have 0.58 half on average */
+  const double limit = 0.45 * half; /* spread over the range they have UNIFORM */
   const uint8_t *steps = offer, *codes = steps + nblocks;
   uint8_t *head = out, *answer = head + nblocks;
   int32_t theirs[B + 1], ours[B + 1] = {0}, d[B + 1] = {0};
@@ -196,11 +208,19 @@ int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const 
   for (int64_t start = 0, k = 0; start < n; start += B, k++) {
     const int64_t count = n - start < B ? n - start : B;
     bad |= read_block(&x, mine, sums, start, count);
+    const int largest_own = top(sums, &x, count);
+    int passes;
     head[k] = (uint8_t)clamp(steps[k]);
     unpack(bits, theirs, codes + start * bits / 8, count);
     grid(sums, ours, &x, head[k], count);
-    if (centre(d, theirs, ours, half, count) > limit * limit * (double)count)
-      for (int64_t i = 0; i < count; i++) d[i] = -half; /* wrapped: nobody merges it */
+    passes = centre(d, theirs, ours, half, count) > limit * limit * (double)count;
+    if (largest_own - head[k] > DIGITS) { /* the offered numbers are far smaller: not on the grid */
+      passes = 1;
+      head[k] = (uint8_t)clamp(largest_own - (bits == 16 ? DIGITS_16 : DIGITS));
+    }
+    for (int64_t i = 0; i < count; i++)
+      if (passes) d[i] = -half; /* nobody merges it */
+      else if (bits == 16 && d[i] * d[i] == 1) d[i] = 0; /* more often rounding than a difference */
     pack(bits, answer + start * bits / 8, d, count);
   }
   return bad;
@@ -231,8 +251,10 @@ double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const 
     const double size = (double)power(step);
     int then = step + LEAP;
     unpack(bits, d, codes + start * bits / 8, count);
-    if (d[0] == -half) memset(d, 0, sizeof d);
-    else then = next_step(step, largest(d, count), bits, next);
+    if (d[0] == -half) {
+      memset(d, 0, sizeof d);
+      total += UNIFORM * UNIFORM * (double)half * (double)half * (double)count * size * size;
+    } else then = next_step(step, largest(d, count), bits, next);
     if (steps) steps[k] = (uint8_t)clamp(then);
     if (sums == ADPSGD_FLOAT64) increase_double((double *)correction + start, d, weight * size, count, fresh);
     else increase_float((float *)correction + start, d, (float)(weight * size), count, fresh);

@@ -31,8 +31,8 @@ int64_t adpsgd_codes_nbytes(int bits, int64_t n);
 /* Number of blocks of n elements. */
 int64_t adpsgd_codes_blocks(int64_t n);
 
-/* out = the chunk `mine` on the grid of `steps`, which grow where they are too fine for the chunk's numbers, or
- * with 16 bits for their differences. `sums` is the type of sums. Returns 1 if an element is infinite or not a number, else 0. */
+/* out = the chunk `mine` on the grid of `steps`, or of coarser ones where these are too fine for the chunk's
+ * numbers; with 16 bits of steps that follow from the numbers alone. `sums` is the type of sums. Returns 1 if an element is infinite or not a number, else 0. */
 int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, uint8_t *steps, int64_t n);
 
 /* out = (the offered chunk - mine) in steps. Returns as adpsgd_codes_offer. */

@@ -59,6 +59,9 @@ def test_few_bits_keep_the_promises(wire: str) -> None:
     """Between hosts, where messages carry differences; whatever these are, both sides merge the same."""
     for seed in range(200):
         run(replace(Scenario.random(seed), wire=wire, hosts=(), shown=False))
+        run(replace(Scenario.random(seed), wire=wire))  # some on one host, where they have all bits
+    for seed in range(20):  # several blocks of a chunk
+        run(replace(Scenario.random(seed), wire=wire, hosts=(), shown=False, elements=600))
 
 
 def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:

@@ -184,3 +184,47 @@ def test_equal_models_stay_as_they_are() -> None:
             exchange(a, b, bits)
         np.testing.assert_array_equal(decode(a.model, "float32"), decode(b.model, "float32"))
         np.testing.assert_array_equal(a.state(), b.state())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_model_of_zeros_meets_one_that_has_moved(bits: int) -> None:
+    """Its steps are the finest; the other side's numbers are not on such a grid."""
+    a, b = Side(np.zeros(600)), Side(np.zeros(600))
+    for i in range(8):
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+    a.model += np.random.default_rng(2).standard_normal(600).astype(np.float32)
+    a.apply()
+    mean, far = (a.state() + b.state()) / 2, rms(a.state() - b.state())
+    for _ in range(10):
+        exchange(b, a, bits)
+    np.testing.assert_allclose((a.state() + b.state()) / 2, mean, rtol=0, atol=1e-6)
+    assert rms(a.state() - b.state()) < 0.1 * far
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_models_that_were_equal(bits: int, dtype: str) -> None:
+    values = np.random.default_rng(4).standard_normal(512)
+    a, b = Side(values, dtype), Side(values, dtype)
+    for i in range(12):
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+    a.model[:] = encode(decode(a.model, dtype) * 1.02, dtype)
+    a.apply()
+    far = rms(a.state() - b.state())
+    for i in range(2 * REFRESH):
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+    assert rms(a.state() - b.state()) < 0.2 * far
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_passed_over_counts_in_the_distance(bits: int) -> None:
+    a, b = pair(256, "float32", 1e-4)
+    for _ in range(3):
+        exchange(a, b, bits)
+    a.apply()
+    a.model += np.random.default_rng(1).standard_normal(256).astype(np.float32)
+    a.apply()
+    far = rms(a.state() - b.state())
+    _, square = exchange(a, b, bits)
+    assert rms(a.state() - b.state()) == pytest.approx(far), "not passed over"
+    assert square > 0

@@ -119,8 +119,8 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
 cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Return how a chunk is averaged: the same on both sides, or the two parts of one way."""
     cdef bint first = x.active == (lane.index % 2 == 0)
-    if x.set == NOBODY and e.pairs.bits:
-        return OFFERS if first else ANSWERS
+    if x.set == NOBODY and e.pairs.bits:        # by number too: each side is to offer each chunk now and then
+        return OFFERS if first == (x.number % 2 == 0) else ANSWERS
     if x.set == NOBODY:
         return SENT
     if e.pairs.neighbours[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
@@ -328,7 +328,7 @@ cdef void merge_in_few_bits(Core* e, Exchange* x, Lane* lane) noexcept nogil:
         x.nbytes += nbytes
     elif nbytes != 0 and not lane.void:
         square = memory_merge_answer(e.memory, lane.chunk, e.pairs.bits, e.pairs.weight, lane.inp, nbytes)
-    if nbytes != 0:
+    if nbytes != 0 and not lane.void:
         count_merge(e, x, lane, square, began)
     else:
         leave_out(e, lane)
