@@ -223,6 +223,10 @@ class World:
         its = self.inner_rank
         return frozenset(group[its] for group in self.groups if len(group) > its)
 
+    def super_rank_of(self, rank: int) -> int:
+        """Return the super_rank of learner `rank`."""
+        return next(i for i, group in enumerate(self.groups) if rank in group)
+
     def failed_inside(self, seconds: float) -> set[int]:
         """Return the ranks of this super learner's failed learners; wait until a learner has failed.
 

@@ -314,7 +314,8 @@ def _admit(
             here.remove(candidate)
         if has_parts(model):  # parts are exchanged after this, in the pause
             _give(world, new_group, senders, data, share, values)
-            exchange_parts(worlds.current(), model, live(), _of(senders[0]), chosen.number)
+            grown = worlds.current()
+            exchange_parts(grown, model, live(), grown.super_rank_of(senders[0]), chosen.number)
             share, senders = (), ()
     _give(world, new_group, senders, data, share, values)
     del values
@@ -339,11 +340,6 @@ def _give(
         assert transfer is not None
         arrays = [values[i].contiguous().numpy() for i in share]
         reconnect.give(transfer, data, arrays, new_group.offer.super_rank)
-
-
-def _of(rank: int) -> int:
-    """Return the super_rank of a learner."""
-    return next(i for i, group in enumerate(worlds.current().groups) if rank in group)
 
 
 def _state_for(
@@ -492,7 +488,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     told.give(optimizers)
     if has_parts(model):
         world = worlds.current()
-        exchange_parts(world, model, live(), _of(senders[0]), world.super_rank)
+        exchange_parts(world, model, live(), world.super_rank_of(senders[0]), world.super_rank)
     for averaging in live():
         resume(averaging)
     joining.watch_job(worlds.current())

@@ -56,6 +56,8 @@ class Averaging:
         super_learner: the learners that step together with the optimizer.
         pauses: depth of nested pauses of averaging.
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
+        owes_nonfinite: whether this learner's part of a sharded model is not finite, so that all learners of
+            its super learner raise in the next step.
     """
 
     def __init__(self, world: World, spec: AveragingSpec, number: int = 0):
@@ -63,7 +65,6 @@ class Averaging:
         self.record = StepRecord(world)
         self.nonfinite_steps = 0
         self.nonfinite_step = -1  # the last step whose parameters were not finite
-        # whether this learner's part of the model is not finite, and the learners raise in the next step
         self.owes_nonfinite = False
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
         # number of exchanges of each chunk per step

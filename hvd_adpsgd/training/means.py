@@ -19,7 +19,7 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = ["finite_means", "means_of_models"]
+__all__ = ["among_counterparts", "finite_means", "means_of_models"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -121,7 +121,7 @@ def means_of_models(
         unfit = [attempt.ranks[i] for i in leaders if i not in fits]
         if not any(cut):
             return _means_of(attempt, weights, arrays, wanted), unfit
-        return _means_of(*_among_counterparts(world, attempt, weights), arrays, wanted), unfit
+        return _means_of(*_weighed(world, attempt, weights), arrays, wanted), unfit
 
     call = Call(doing, private=(gives, fit, weight))
     means, unfit = world.collectives.run(call, operation)
@@ -170,7 +170,12 @@ def _whole(world: World, attempt: Attempt, fit: list[bool]) -> tuple[list[int], 
     return [places[group[0]] for group in whole], [places[group[0]] for group in finite]
 
 
-def _among_counterparts(
+def among_counterparts(world: World, attempt: Attempt) -> Attempt:
+    """Return the attempt at an operation of this learner's counterparts alone."""
+    return attempt.among([i for i, rank in enumerate(attempt.ranks) if rank in world.counterparts])
+
+
+def _weighed(
     world: World, attempt: Attempt, weights: dict[int, float]
 ) -> tuple[Attempt, dict[int, float]]:
     """Return the attempt of this learner's counterparts, and their weights there.
@@ -180,7 +185,7 @@ def _among_counterparts(
         attempt: the attempt of all learners.
         weights: the weight of each super learner, by its leader's rank in `attempt`.
     """
-    part = attempt.among([i for i, rank in enumerate(attempt.ranks) if rank in world.counterparts])
+    part = among_counterparts(world, attempt)
     # without those that do not count: `_mean` adds differences to the model of one that does
     by_leader = {attempt.ranks[i]: weight for i, weight in weights.items() if weight}
     its = {group[world.inner_rank]: group[0] for group in world.groups if group[0] in by_leader}

@@ -65,7 +65,7 @@ def rms(x: np.ndarray) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("bits", BITS)
 def test_the_mean_is_kept_and_the_models_meet(n: int, dtype: str, bits: int) -> None:
-    """Whoever offers, and whether corrections are pending or applied."""
+    """Both sides offer in turn; some corrections are pending, some applied."""
     a, b = pair(n, dtype, 0.01)
     mean, far = (a.state() + b.state()) / 2, rms(a.state() - b.state())
     for i in range(24):

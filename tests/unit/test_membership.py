@@ -174,3 +174,21 @@ def test_sources_are_asked():
     membership.sources.append(lambda: [(2, LEFT)])
     membership.look()
     assert membership.have_left([2])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_failure_that_one_learner_has_found_stays(first: int) -> None:
+    """Of a sharded model each learner's engine has a peer of its own: one was killed, the other left."""
+    groups, left = [(0, 1), (2, 3)], np.zeros(2, dtype=np.uint8)
+    mates = [Membership(groups, ["a", "b"], 0, left) for _ in range(2)]
+    for i in (first, 1 - first):
+        mates[i].update([(1, (LEFT, FAILED)[i])])
+    assert [mate.failed_ranks({2, 3}) for mate in mates] == [(2, 3), (2, 3)]
+    assert not mates[0].have_left([2, 3])
+
+
+def test_a_learner_that_does_not_lead_warns_of_nothing(lines) -> None:
+    membership = made(n=2, k=2)
+    membership.is_leader = False
+    membership.update([(1, FAILED)])
+    assert [warns for warns, _ in lines()] == [False]

@@ -27,6 +27,7 @@ from hvd_adpsgd.torch.collectives.calls import (
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
 from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined, state_of
+from hvd_adpsgd.training.means import among_counterparts
 from hvd_adpsgd.training.optimizer_state import load_in_place, options, set_options
 from hvd_adpsgd.training.sharded import is_sharded, local
 
@@ -270,7 +271,7 @@ def broadcast_all(
         _pass_on(attempt, root, [tensor for _, tensor in named if not is_sharded(tensor)])
         parts = [local(tensor) for _, tensor in named if is_sharded(tensor)]
         if parts and not world.collectives.joining:
-            _pass_on(*_among_counterparts(world, attempt, root), parts)
+            _pass_on(*_with_giver(world, attempt, root), parts)
 
     run_call(world, call, operation)
 
@@ -283,21 +284,20 @@ def _pass_on(attempt: Attempt, root: int, tensors: Iterable[torch.Tensor]) -> No
             tensor.detach().copy_(staged)
 
 
-def _among_counterparts(world: World, attempt: Attempt, root: int) -> tuple[Attempt, int]:
+def _with_giver(world: World, attempt: Attempt, root: int) -> tuple[Attempt, int]:
     """Return the attempt of this learner's counterparts, and which of them is in the root's super learner.
 
     Raises:
         PeerFailedError: if that learner has failed.
     """
-    ranks = [i for i, rank in enumerate(attempt.ranks) if rank in world.counterparts]
-    group = next(group for group in world.groups if attempt.ranks[root] in group)
-    part = attempt.among(ranks)
-    if group[world.inner_rank] not in part.ranks:
+    part = among_counterparts(world, attempt)
+    giver = world.groups[world.super_rank_of(attempt.ranks[root])][world.inner_rank]
+    if giver not in part.ranks:
         raise PeerFailedError(
-            f"broadcast of a sharded model: learner {group[world.inner_rank]}, of the root's super learner, "
+            f"broadcast of a sharded model: learner {giver}, of the root's super learner, "
             "has failed, and with it its part. Choose a root in another super learner."
         )
-    return part, part.ranks.index(group[world.inner_rank])
+    return part, part.ranks.index(giver)
 
 
 def _root_in(world: World, call: Call) -> int:

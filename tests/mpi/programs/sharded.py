@@ -17,6 +17,7 @@ sys.modules.pop("torch._dynamo", None)
 
 import torch
 import torch.distributed.checkpoint as dcp
+from inner import outcome
 from learner import say
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -80,7 +81,6 @@ class Steps:
         self.model = model
         self.start = flat(parts(model)).clone()
         self.own = torch.zeros_like(self.start)
-        self.plain = torch.optim.Optimizer
         named = list(model.named_parameters())
         self.optimizer: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
         self.optimizer.register_step_pre_hook(self.before)
@@ -125,20 +125,11 @@ class Steps:
         return float((found - mean_of_counterparts(self.start + self.own)).abs().max())
 
 
-def outcome(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except (AdpsgdError, hvd.HorovodInternalError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
 # ---- cases: each returns what is said ---------------------------------------------------------------
 
 
 def law(optimizer: str, dtype: str = "float64", passes: int = 1, **how: Any) -> dict[str, Any]:
     model = transformer(getattr(torch, dtype), **how)
-    torch.nn.Module.requires_grad_(model)
     steps = Steps(model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01))
     steps.until_corrected(passes)
     error, held = steps.error(), engine_nbytes(steps.optimizer)
