@@ -257,7 +257,9 @@ def job_of(
     *,
     bytes_scale: float,
     local: LocalUpdates | None = None,
-    joining: npt.NDArray[Any] | None = None,
+    joining: Callable[[int, int], npt.NDArray[Any]] | None = None,
+    most: int = 1,
+    largest: int | None = None,
     streams: bool = False,
 ) -> Job:
     """Build the simulated job of a cluster, not started and without faults.
@@ -267,7 +269,10 @@ def job_of(
         models: per super learner an array (chunks, elements), which its engine averages in place.
         bytes_scale: bytes in messages per byte of the arrays.
         local: what a trainer does in a step, see Job; None: the models change by exchanges only.
-        joining: the array of a super learner that joins; None: none does.
+        joining: function of (process, rank) that returns the array of a super learner that joins; None: none
+            does.
+        most: number of super learners that join at most.
+        largest: number of super learners at any time, at most; None: one more than now.
         streams: whether messages travel over connections, which may end.
     """
     network = Network(
@@ -278,7 +283,7 @@ def job_of(
         c.bytes_per_s,
         bytes_scale=bytes_scale,
         eager=1.0,
-        room=0 if joining is None else c.super_learners + 1,
+        room=0 if joining is None else most * (largest or c.super_learners + 1),
         streams=streams,
     )
     rounds, tables = rounds_of(c.strategy, c.super_learners)
@@ -305,7 +310,7 @@ def job_of(
     )
     _add(job, c, models, rounds is not None and rounds.peers is not None)
     if joining is not None:
-        job.expect(functools.partial(member_plans, c.strategy), joining)
+        job.expect(functools.partial(member_plans, c.strategy), joining, most)
     return job
 
 

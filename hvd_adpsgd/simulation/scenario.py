@@ -102,7 +102,7 @@ class Fault:
         at_s: seconds after the start of the run.
         kind: one of FAULTS.
         who: number of the super learner. For join: the number that the joining super learner gets, that of a
-            failed super learner or the next free one; its process is the one after the last super learner.
+            failed super learner or the next free one. Its process has the next free number.
         peers: for cut, sever, suspect and break: the other super learner; for partition: the super learners
             on the same side as `who`.
         value: for stop, cut, sever, partition and break: seconds; for slow: how many times slower.
@@ -220,8 +220,12 @@ class Scenario:
 
     @property
     def processes(self) -> int:
-        """Number of simulated processes: one per super learner, and one for a joining super learner."""
-        return self.size + any(fault.kind == "join" for fault in self.faults)
+        """Number of simulated processes: one per super learner, joining ones included."""
+        return self.size + self._joins
+
+    @property
+    def _joins(self) -> int:
+        return sum(fault.kind == "join" for fault in self.faults)
 
     @property
     def streams(self) -> bool:
@@ -573,7 +577,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         s.bytes_per_s,
         late=s.late,
         trace=trace,
-        room=n + 1 if s.processes > n else 0,
+        room=sum(n + 1 + i for i in range(s.processes - n)),
         late_control=s.late_control,
         streams=s.streams,
     )
@@ -600,7 +604,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     if s.hosts:
         job.share(s.hosts, 8 * s.elements, s.shown)
     if s.processes > n:
-        job.expect(functools.partial(member_plans, s.strategy))
+        job.expect(functools.partial(member_plans, s.strategy), most=s.processes - n)
     for fault in s.faults:
         job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
     return job

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvd_adpsgd.simulation.campaign import IMPOSSIBLE, run_block
+from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.simulation.scenario import STRATEGIES, Fault, Learner, Scenario, digest, run
 
@@ -145,6 +146,43 @@ def test_a_newcomer_replaces_a_failed_super_learner() -> None:
     numbers = job.summary()
     assert numbers["dead"] == [False, True, False, False, False]
     assert numbers["steps"][0] == numbers["steps"][4] == 30 > numbers["steps"][1]
+
+
+def test_newcomers_are_admitted_one_after_the_other() -> None:
+    """All ask at once, or while another one is admitted: one of them replaces a newcomer that has failed."""
+    joins = (Fault(0.005, "join", 5), Fault(0.006, "join", 2), Fault(0.03, "join", 4))
+    scenario = four(4, Fault(0.001, "crash", 2), Fault(0.028, "crash", 4), *joins)
+    job = run(replace(scenario, seed=8, steps=60))
+    assert job.met["join | the newcomer begins"] == 4
+    numbers = job.summary()
+    assert numbers["dead"] == [False, False, True, False, True, False, False, False]
+    living = [k for k, dead in zip(numbers["steps"], numbers["dead"], strict=True) if not dead]
+    assert living == [60] * 6
+
+
+@pytest.mark.parametrize("seed", range(0, 240, 40))
+def test_replacements_and_faults_break_no_promise(seed: int) -> None:
+    """Crashes, stops and late messages while replacements, and replacements of these, are admitted."""
+    admitted = 0
+    for i in range(seed, seed + 40):
+        c = Chance(i)
+        scenario = Scenario.random(i)
+        if not any(fault.kind == "join" for fault in scenario.faults):
+            scenario = replace(four(4), seed=i, strategy=c.choose(("random_pairs", "fixed_ring")))
+        step_s = max(learner.step_s for learner in scenario.learners)
+        faults = list(scenario.faults)
+        for _ in range(c.integer(1, 4)):
+            at_s = scenario.steps * step_s * c.between(0, 0.5)
+            number = c.integer(0, scenario.size)
+            faults += [Fault(at_s * c.between(0.5, 1), "crash", number), Fault(at_s, "join", number)]
+        for _ in range(c.integer(0, 2)):
+            at_s, who = 2 * scenario.steps * step_s * c.between(0, 0.5), c.integer(0, scenario.size + 1)
+            kind = c.choose(("crash", "stop"))
+            faults.append(Fault(at_s, kind, who, (), 5 * step_s if kind == "stop" else 0.0))
+        steps = max(scenario.steps, 40)
+        job = run(replace(scenario, steps=steps, later=0, faults=tuple(faults)))
+        admitted += job.met.get("join | the newcomer begins", 0)
+    assert admitted > 15
 
 
 def breaks(*faults: Fault) -> Scenario:

@@ -1,18 +1,28 @@
-# Admission of a joining super learner in a simulated job: all members switch to new engines, or none does.
+# Admission of joining super learners in a simulated job: all members switch to new engines, or none does.
 
 from hvd_adpsgd.simulation.state cimport JobState
 
-cdef class Admission:
-    cdef int n              # members: processes 0 to n - 1; the joining super learner is process n
+cdef class Newcomers:
+    cdef int n              # super learners when the job begins: processes 0 to n - 1
+    cdef int most           # newcomers at most: processes n, n + 1, ..., in the order in which they join
+    cdef int size           # super learners that the job is planned for, failed ones included
     cdef object plan        # see Job.expect
     cdef object model       # see Job.expect
-    cdef int number         # rank of the joining super learner among all super learners
-    cdef list agreements    # [process]: its Agreement
-    cdef list states        # [process]: its Member; None: it has not reached the step of the admission
+    cdef list ranks         # [process]: its rank among the super learners
+    cdef list waiting       # ranks with which newcomers wait to be admitted
+
+cdef class Admission:
+    cdef list order         # members, by their place in the agreement
+    cdef dict place_of      # member -> its place
+    cdef int newcomer       # the process that joins
+    cdef int number         # its rank among all super learners; -1: it has not come
+    cdef dict agreements    # member -> its Agreement
+    cdef dict states        # member -> its Member; None: it has not reached the step of the admission
     cdef object joiner      # state of the joining super learner, a Joiner
     cdef set ready          # processes that have voted to switch to the new engines
     cdef list members       # processes that take part, as decision 0 names them; None: undecided
     cdef dict places        # process -> index of its new engine
+    cdef int first          # the lowest of these indices; -1: none is made yet
     cdef int giver          # the lowest member, which sends the mean to the joining super learner
     cdef object values      # the mean of the members' models
     cdef object gift        # (step, values) that the giver sends
@@ -22,8 +32,9 @@ cdef class Admission:
     cdef dict held          # stopped process -> letters that it has not read yet
 
 cdef void expect_newcomer(JobState job, int number)
+cdef void open_next(JobState job)
 cdef int come(JobState job, int i) except -1
-cdef int read_letter(JobState job, int which) except -1
+cdef int read_letter(JobState job, int admission, int which) except -1
 cdef void read_held(JobState job, int process)
 cdef void lose_letters(JobState job, int process)
 cdef void lose_newcomer(JobState job)

@@ -1,8 +1,8 @@
 # cython: language_level=3
 # Why compiled: it creates and starts engines through their C structs.
-"""Admission of a joining super learner in a simulated job: all members switch to new engines, or none does.
+"""Admission of joining super learners in a simulated job: all members switch to new engines, or none does.
 
-The joining super learner is called newcomer here. The steps are those of torch/admission.py and
+One after the other, as in a real job; the joining super learner is called newcomer here. The steps are those of torch/admission.py and
 joining/reconnect.py, with real engines, the real agreement, and the real decisions (engine/admission.py):
 
     each member                                             the newcomer
@@ -23,13 +23,13 @@ from libc.stdint cimport uintptr_t
 
 import numpy as np
 
-from hvd_adpsgd.engine.admission import Joiner, Member, MemberStage
+from hvd_adpsgd.engine.admission import Joiner, JoinerStage, Member, MemberStage
 from hvd_adpsgd.engine.agreement import Agreement
 
 from hvd_adpsgd.engine.loop cimport begin_turns
 from hvd_adpsgd.simulation.chance cimport between, happens, uniform
-from hvd_adpsgd.simulation.network cimport LATE, cut_until, enter
-from hvd_adpsgd.simulation.promises cimport check_joined, check_moved
+from hvd_adpsgd.simulation.network cimport LATE, cut_until, down_of, enter
+from hvd_adpsgd.simulation.promises cimport check_all_or_none, check_joined, check_moved
 from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
 from hvd_adpsgd.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
 from hvd_adpsgd.simulation.trainers cimport absorb, begin_rest, follow, leave_job, refresh
@@ -47,35 +47,120 @@ cdef enum:
 cdef double REFUSED = 0.05  # probability that a member cannot make its engine; 0 where a model is trained
 
 
-cdef class Admission:
-    """The admission of one newcomer by n members; `plan` and `model`: see Job.expect."""
+cdef class Newcomers:
+    """The super learners that may join a job, and what stays from one admission to the next; see Job.expect."""
 
-    def __cinit__(self, int n, plan, model=None):
-        self.n, self.plan, self.model = n, plan, model
-        self.agreements = [Agreement(n, i) for i in range(n)]
-        self.states = [None] * n
+    def __cinit__(self, int n, int most, plan, model):
+        self.n = self.size = n
+        self.most, self.plan, self.model = most, plan, model
+        self.ranks, self.waiting = [*range(n)], []
+
+
+cdef class Admission:
+    """The admission of one newcomer.
+
+    Args:
+        order: the members, which are processes; members know each other by their place in it.
+        newcomer: the process that joins.
+    """
+
+    def __cinit__(self, list order, int newcomer):
+        self.order, self.newcomer, self.number = order, newcomer, -1
+        self.place_of = {p: i for i, p in enumerate(order)}
+        self.agreements = {p: Agreement(len(order), i) for i, p in enumerate(order)}
+        self.states = dict.fromkeys(order)
         self.joiner = Joiner()
         self.ready = set()
+        self.first = -1
         self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
 
+    def group(self):
+        """Return the members, and the lowest index of their new engines; -1 if none is made."""
+        return self.order, self.first
 
-# ---- members -------------------------------------------------------------------------------
+
+# ---- one after the other -------------------------------------------------------------------
 
 cdef void expect_newcomer(JobState job, int number):
+    """Let a newcomer with rank `number` join, after those that wait already."""
+    cdef Newcomers them = job.newcomers
+    if them is None or job.later:
+        return
+    them.waiting.append(number)
+    open_next(job)
+
+
+cdef void open_next(JobState job):
+    """Begin the admission of the newcomer that has waited longest, unless one is under way."""
+    cdef Newcomers them = job.newcomers
+    cdef Admission m = job.admission
+    while them is not None and them.waiting and (m.number < 0 or is_settled(job)):
+        if m.number >= 0:
+            if not renew(job):
+                return
+            m = job.admission
+        begin_admission(job, them.waiting.pop(0))
+
+
+cdef bint is_settled(JobState job):
+    """Whether the admission is over on all its processes."""
+    cdef Admission m = job.admission
+    cdef Actor* a
+    cdef int at = job.seats[m.newcomer]
+    for p in m.order:
+        a = &job.actors[job.seats[p]]
+        if not (a.dead or a.over or is_in_stage(m.states[p], MemberStage.OVER)):
+            return False
+    return (at < 0 or job.actors[at].dead or job.actors[at].over or m.joiner.stage is JoinerStage.TRAINS
+            or (m.joiner.is_out and job.actors[at].absent))
+
+
+cdef bint renew(JobState job) except -1:
+    """Replace an admission that is over by one for the next newcomer; return False if none may come."""
+    cdef Newcomers them = job.newcomers
+    cdef Admission m = job.admission
+    cdef int newcomer = m.newcomer + 1, first, i, j
+    if job.checks:
+        check_all_or_none(job, m.order, m.first)
+    stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
+    first = next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
+    order = [p for p in range(newcomer) if job.seats[p] >= 0 and job.actors[job.seats[p]].first == first]
+    if not order or newcomer >= them.n + them.most or job.n + len(order) + 1 > job.net.n:
+        return False
+    job.admission = m = Admission(order, newcomer)
+    job.admissions += 1
+    job.admits_at = -1
+    for p in order:
+        i = job.seats[p]
+        job.actors[i].came = False
+        for q in order:
+            j = job.seats[q]
+            if i != j and (job.actors[j].dead or job.actors[j].over) and down_of(&job.net.links[i], j - first) != NULL:
+                m.agreements[p].failed(m.place_of[q])
+    return True
+
+
+cdef void begin_admission(JobState job, int number):
     """Schedule the admission of a newcomer with rank `number`.
 
     It takes place two steps after the step of the foremost member, if all living members have so many steps
     left."""
     cdef Admission m = job.admission
-    living = [i for i in range(job.n) if not job.actors[i].dead and not job.actors[i].over]
-    if m is None or job.admits_at >= 0 or job.later:
-        return
+    cdef Newcomers them = job.newcomers
+    seats = [job.seats[p] for p in m.order]
+    living = [i for i in seats if not job.actors[i].dead and not job.actors[i].over]
     at = max([job.actors[i].step for i in living], default=0) + 2
-    if (number < m.n and not job.actors[number].dead) or any(job.actors[i].steps <= at for i in living):
+    taken = any(them.ranks[p] == number and not job.actors[job.seats[p]].dead for p in m.order)
+    if taken or any(job.actors[i].steps <= at for i in living):
         job.note("join | it does not come")
+        if job.local is not None:
+            job.local.stays_out(number)
         return
     m.number = number
     job.admits_at = at
+
+
+# ---- members -------------------------------------------------------------------------------
 
 
 cdef int come(JobState job, int i) except -1:
@@ -115,7 +200,7 @@ cdef int act_on(JobState job, int p) except -1:
     cdef Admission m = job.admission
     agreement, member = m.agreements[p], m.states[p]
     for peer, message in agreement.take_outgoing():
-        post(job, p, peer, AGREES, message)
+        post(job, p, m.order[peer], AGREES, message)
     if member is None:
         return 0
     if member.stage is MemberStage.RESTS and agreement.number == 1:
@@ -124,6 +209,7 @@ cdef int act_on(JobState job, int p) except -1:
         decision = decided(job, agreement, 1)
         living = staying(job, decision)
         conclude(job, p, member.goes_over(decision.flag, living), m.ready.intersection(living))
+        open_next(job)
     return 0
 
 
@@ -132,14 +218,14 @@ cdef object decided(JobState job, agreement, number):
     decision = agreement.decision(number)
     if agreement.excluded:
         job.fail("promise 8 (one decision)", f"member {agreement.me} lives, and is excluded from an admission")
-    job.ledger.same(job.ledger.decisions, ("admission", number), tuple(decision), "decision")
+    job.ledger.same(job.ledger.decisions, ("admission", job.admissions, number), tuple(decision), "decision")
     return decision
 
 
 cdef list staying(JobState job, decision):
     """Return the members that a decision does not declare failed."""
     cdef Admission m = job.admission
-    return [q for q in range(m.n) if q not in decision.failed]
+    return [p for i, p in enumerate(m.order) if i not in decision.failed]
 
 
 cdef int prepare(JobState job, int p, list members) except -1:
@@ -157,7 +243,7 @@ cdef int prepare(JobState job, int p, list members) except -1:
     m.values = np.mean([job.models[job.seats[q]].astype(np.float64) for q in m.members], axis=0)
     if m.newcomer_lost:
         return say(job, p, m.states[p].votes(False))
-    post(job, p, m.n, INVITED, None)
+    post(job, p, m.newcomer, INVITED, None)
     post_later(job, p, NO_MORE, job.leave_deadline_s)
     return 0
 
@@ -165,21 +251,26 @@ cdef int prepare(JobState job, int p, list members) except -1:
 cdef int make_engines(JobState job) except -1:
     """Make the new engines of all members and the newcomer; each is absent until its process starts it."""
     cdef Admission m = job.admission
+    cdef Newcomers them = job.newcomers
     cdef int first = job.n, q, at
     cdef Make how
     cdef Actor* a
-    numbers = sorted([*m.members, m.number])
-    plans = m.plan(numbers, max(m.n, m.number + 1))
+    them.ranks[m.newcomer:] = [m.number]
+    by_rank = {them.ranks[q]: q for q in (*m.members, m.newcomer)}
+    numbers = sorted(by_rank)
+    plans = them.plan(numbers, max(them.size, m.number + 1))
+    m.first = first
     if job.hosts is not None:
-        job.hosts += [job.hosts[q % m.n] for q in numbers]
+        job.hosts += [job.hosts[number % them.n] for number in numbers]
     for place, (schedule, weight, table) in enumerate(plans):
         at = first + place
-        q = m.n if numbers[place] == m.number else numbers[place]
+        q = by_rank[numbers[place]]
         job.network.place(at, first, len(numbers), q)
-        how = job.given[q % m.n]        # the newcomer has the options of the first member
+        how = job.given[q % them.n]     # newcomers have the options of the first members
         how.weight = weight
-        model = job.models[q] if q < m.n else np.zeros_like(job.models[0]) if m.model is None else m.model
-        make_engine(job, schedule, model, &how, q if q < m.n else -1)
+        is_new = q == m.newcomer
+        model = job.models[job.seats[q]] if not is_new else new_model(job, q, m.number)
+        make_engine(job, schedule, model, &how, -1 if is_new else job.seats[q])
         if job.tables is not None:
             job.tables.append(table)
         a = &job.actors[at]
@@ -190,9 +281,15 @@ cdef int make_engines(JobState job) except -1:
         share_memory(job, first, len(numbers), how.lane_nbytes)
         if job.shown:
             show_models(job, first, len(numbers))
-    job.seats[m.n] = m.places[m.n]
-    job.actors[m.places[m.n]].dead = m.newcomer_lost
+    job.seats[m.newcomer] = m.places[m.newcomer]
+    job.actors[m.places[m.newcomer]].dead = m.newcomer_lost
     return 0
+
+
+cdef object new_model(JobState job, int process, int number):
+    """Return the array for the model of a newcomer."""
+    cdef Newcomers them = job.newcomers
+    return np.zeros_like(job.models[0]) if them.model is None else them.model(process, number)
 
 
 cdef void begin(JobState job, int at):
@@ -210,6 +307,7 @@ cdef void begin(JobState job, int at):
 
 cdef int conclude(JobState job, int p, bint goes_over, set ready) except -1:
     """Act on decision 1: all members switch to the new engines, or all keep the old ones."""
+    cdef Newcomers them = job.newcomers
     cdef Admission m = job.admission
     if goes_over:
         if not ready.issuperset(m.members):
@@ -221,7 +319,8 @@ cdef int conclude(JobState job, int p, bint goes_over, set ready) except -1:
                 check_joined(job, [job.seats[q] for q in m.members], m.values)
             if job.local is not None:
                 job.local.gives(p)
-            post(job, p, m.n, IS_IN, None)
+            them.size = max(them.size, m.number + 1)
+            post(job, p, m.newcomer, IS_IN, None)
             m.gift = job.actors[job.seats[p]].step, m.values
             post_later(job, p, PACKED, between(&job.chance, 0, 2 * job.actors[job.seats[p]].step_s))
         go_over(job, p)
@@ -273,7 +372,7 @@ cdef void leave_old(JobState job, int i):
 cdef int arrive_at(JobState job, int kind, content) except -1:
     """Process a letter to the newcomer."""
     cdef Admission m = job.admission
-    cdef int at = job.seats[m.n]
+    cdef int at = job.seats[m.newcomer]
     cdef Actor* a = &job.actors[at]
     joiner = m.joiner
     if joiner.is_out:
@@ -281,8 +380,8 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
     if kind == INVITED:
         joiner.offered()
         begin(job, at)
-        post(job, m.n, m.giver, READY, None)
-        post_later(job, m.n, NO_MORE, 2 * job.leave_deadline_s)
+        post(job, m.newcomer, m.giver, READY, None)
+        post_later(job, m.newcomer, NO_MORE, 2 * job.leave_deadline_s)
     elif kind == IS_IN:
         joiner.let_in()
     elif kind == GIFT:
@@ -292,13 +391,14 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
         if job.checks:
             job.expected += job.models[at]
         if job.local is not None:
-            job.local.joins(m.n)
+            job.local.joins(m.newcomer)
         a.step, a.step_s, a.spread, a.node_s = (step, job.actors[0].step_s, job.actors[0].spread,
                                                 job.actors[0].node_s)
         a.steps = max([job.actors[i].steps for i in job.seats if i >= 0])
         a.doing = STEP
         job.note("join | the newcomer begins")
         job.again(at, between(&job.chance, 20e-6, 200e-6))
+        open_next(job)
     elif kind == NO_MORE:
         joiner.times_out()
     elif kind == LOST:
@@ -309,6 +409,9 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
             a.done_at = job.net.now_s
             a.doing = DONE_STEPS
             leave_job(job, at, True)
+        if job.local is not None:
+            job.local.stays_out(m.number)
+        open_next(job)
     return 0
 
 
@@ -337,7 +440,7 @@ cdef void post_later(JobState job, int p, int kind, double seconds):
     """Send a letter to the process itself, which arrives after `seconds`."""
     cdef Admission m = job.admission
     m.letters.append((p, p, kind, None))
-    enter(job.net, job.net.now_s + seconds, LETTER, p, <void*><uintptr_t>(len(m.letters) - 1))
+    enter(job.net, job.net.now_s + seconds, LETTER, job.admissions, <void*><uintptr_t>(len(m.letters) - 1))
 
 
 cdef void deliver(JobState job, int src, int dst, int kind, content, double at):
@@ -345,12 +448,13 @@ cdef void deliver(JobState job, int src, int dst, int kind, content, double at):
     at = max(at, m.arrives.get((src, dst), 0.0) + 1e-9)
     m.arrives[src, dst] = at
     m.letters.append((src, dst, kind, content))
-    enter(job.net, at, LETTER, dst, <void*><uintptr_t>(len(m.letters) - 1))
+    enter(job.net, at, LETTER, job.admissions, <void*><uintptr_t>(len(m.letters) - 1))
 
 
-cdef int read_letter(JobState job, int which) except -1:
+cdef int read_letter(JobState job, int admission, int which) except -1:
+    """Let a process read a letter; those of earlier admissions, which are over, change nothing."""
     cdef Admission m = job.admission
-    if m.letters[which] is None:
+    if admission != job.admissions or m.letters[which] is None:
         return 0
     src, dst, kind, content = m.letters[which]
     cdef Actor* a = &job.actors[job.seats[dst]]
@@ -361,14 +465,14 @@ cdef int read_letter(JobState job, int which) except -1:
     if a.dead or a.over:
         return 0
     job.tell(job.seats[dst], f"reads letter {kind} of {src}")
-    if dst == m.n:
+    if dst == m.newcomer:
         return arrive_at(job, kind, content)
     if kind == AGREES:
-        m.agreements[dst].receive(src, content)
-    elif kind == LOST and src < m.n and src not in m.agreements[dst].suspected:
-        m.agreements[dst].failed(src)
+        m.agreements[dst].receive(m.place_of[src], content)
+    elif kind == LOST and src != m.newcomer and m.place_of[src] not in m.agreements[dst].suspected:
+        m.agreements[dst].failed(m.place_of[src])
     elif kind == PACKED:
-        post(job, dst, m.n, GIFT, m.gift)
+        post(job, dst, m.newcomer, GIFT, m.gift)
     elif dst == m.giver and kind in (READY, NO_MORE, LOST) and is_in_stage(m.states[dst], MemberStage.MAKES):
         return say(job, dst, m.states[dst].votes(kind == READY))
     return act_on(job, dst)
@@ -379,7 +483,7 @@ cdef void read_held(JobState job, int process):
     cdef Admission m = job.admission
     if m is not None:
         for which in m.held.pop(process, ()):
-            enter(job.net, job.net.now_s, LETTER, process, <void*><uintptr_t><int>which)
+            enter(job.net, job.net.now_s, LETTER, job.admissions, <void*><uintptr_t><int>which)
 
 
 cdef void lose_letters(JobState job, int process):
@@ -387,20 +491,23 @@ cdef void lose_letters(JobState job, int process):
     cdef Admission m = job.admission
     if m is None:
         return
-    lost = {q: happens(&job.net.chance, 0.5) for q in range(m.n + 1)}
+    lost = {q: happens(&job.net.chance, 0.5) for q in (*m.order, m.newcomer)}
     for which, letter in enumerate(m.letters):
         if letter is None or letter[0] != process:
             continue
         lost[letter[1]] = lost[letter[1]] or happens(&job.net.chance, 0.3)
         if lost[letter[1]] and which not in m.held.get(letter[1], ()):
             m.letters[which] = None
+    open_next(job)
 
 
 cdef void tell_lost(JobState job, int i, int who):
     """Send LOST from the process of engine `who`, which has ended, to the process of engine i."""
     cdef Admission m = job.admission
     cdef int p = job.actors[i].process, q = job.actors[who].process
-    if m is not None and p != q and (p == m.n or q == m.n or not is_in_stage(m.states[p], MemberStage.OVER)):
+    if m is None or p == q or not all(each in m.place_of or each == m.newcomer for each in (p, q)):
+        return
+    if p == m.newcomer or q == m.newcomer or not is_in_stage(m.states[p], MemberStage.OVER):
         deliver(job, q, p, LOST, None, job.net.now_s)
 
 

@@ -18,7 +18,7 @@ from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Rest, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
-from hvd_adpsgd.simulation.admission cimport Admission, come, read_letter
+from hvd_adpsgd.simulation.admission cimport Admission, Newcomers, come, open_next, read_letter
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
 from hvd_adpsgd.simulation.faults cimport dialed_again, notice, report, struck
@@ -62,7 +62,8 @@ cdef class Job(JobState):
             `after_corrections(process)`; if the step waits for a round, `before_round(process)`, and once the
             correction of the round is applied, `after_round(process)`. At an admission `before_pause(process)` and
             `after_pause(process)` are called before and after the corrections are applied, `gives(process)` when the
-            giver's state is copied for the newcomer, and `joins(process)` when the newcomer has received it.
+            giver's state is copied for the newcomer, and `joins(process)` when the newcomer has received it;
+            `stays_out(rank)` if a newcomer with that rank is not admitted.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
@@ -76,7 +77,7 @@ cdef class Job(JobState):
         self.slack = slack
         self.actors = <Actor*>calloc(self.net.n, sizeof(Actor))
         self.loops, self.stores, self.models, self.areas, self.faults = [], [], [], [], []
-        self.kept, self.given, self.seats = [], [], [*range(self.n), -1]
+        self.kept, self.given, self.seats = [], [], [*range(self.n)]
         self.processes = self.n
         self.admits_at = -1
         self.followers, self.late = [], []
@@ -134,17 +135,22 @@ cdef class Job(JobState):
             self.lives = []
             show_models(self, 0, self.n)
 
-    def expect(self, plan, model=None):
-        """Allow one more super learner to join the job, at a fault "join" (see `strike`).
+    def expect(self, plan, model=None, int most=1):
+        """Allow more super learners to join the job, one after the other, each at a fault "join" (see `strike`).
 
         Args:
             plan: function of (ranks, size): ranks of the super learners after the admission, and size of the
                 job; returns for each of them (schedule, weight, table of rounds), with peers as indices of
                 `ranks`.
-            model: array for the model of the joining super learner, like those of `add`; None: a new array.
+            model: function of (process, rank) that returns an array for the model of the joining super learner,
+                like those of `add`; None: a new array.
+            most: number of super learners that join; the network needs room for the engines of all in each
+                admission.
         """
-        self.processes = self.n + 1
-        self.admission = Admission(self.n, plan, model)
+        self.processes = self.n + most
+        self.seats += [-1] * most
+        self.newcomers = Newcomers(self.n, most, plan, model)
+        self.admission = Admission([*range(self.n)], self.n)
 
     def strike(self, double at, kind, int who, *arguments):
         """Schedule a fault of process `who`, `at` seconds from now.
@@ -155,7 +161,8 @@ cdef class Job(JobState):
         messages in both directions are late; partition (others, seconds): messages between `who` with the
         others and the rest are late; suspect (peer): take a living peer for failed; break (peer, seconds), in
         a network with streams: the connections with the peer end, and are dialed again; join (see `expect`):
-        a super learner joins with the rank `who`, that of a failed one or the next one.
+        a super learner joins with the rank `who`, that of a failed one or the next one, as soon as those are
+        admitted that have waited for longer.
 
         Raises:
             ConfigError: if there is no such process.
@@ -217,7 +224,7 @@ cdef class Job(JobState):
         elif entry.kind == STRIKE:
             struck(self, i)
         elif entry.kind == LETTER:
-            read_letter(self, <int><uintptr_t>entry.what)
+            read_letter(self, i, <int><uintptr_t>entry.what)
         elif entry.kind == COUNT:
             if not read_count(self.net, i, <uint64_t><uintptr_t>entry.what):
                 self.fail("invariant (counts)", f"an engine confirms messages that were not sent, stream {i}")
@@ -308,6 +315,7 @@ cdef class Job(JobState):
             report(self, i)                 # its process ends, too
         elif self.actors[i].successor >= 0:
             self.again(self.actors[i].successor, between(&self.chance, 20e-6, 200e-6))
+        open_next(self)
         return 0
 
     def covering(self):

@@ -15,6 +15,7 @@ cdef int check_end(JobState job) except -1
 cdef int check_replaced(JobState job, int i, int n) except -1
 cdef int check_versions(JobState job, int i, before) except -1
 cdef object versions_of(JobState job, int i)
+cdef int check_all_or_none(JobState job, members, int first) except -1
 cdef int check_joined(JobState job, members, values) except -1
 cdef int check_moved(JobState job, int i) except -1
 cdef int add_model(JobState job, int i, total) except -1

@@ -357,7 +357,8 @@ cdef int check_end(JobState job) except -1:
                     and not job.actors[j].over and (i, j) not in job.suspected):
                 job.fail(ONE_DECISION, f"engine {i} takes engine {j} for failed, which lives")
     if job.admission is not None:
-        check_all_or_none(job)
+        members, newest = job.admission.group()
+        check_all_or_none(job, members, newest)
     dead = [bool(job.actors[i].dead) for i in range(job.n)]
     job.ledger.check_halves(dead, job.suspected)
     if job.means is None or not any(dead):
@@ -400,13 +401,13 @@ cdef int check_joined(JobState job, members, values) except -1:
     return 0
 
 
-cdef int check_all_or_none(JobState job) except -1:
-    """Check that of the living members of an admission all have switched to new engines, or none has."""
+cdef int check_all_or_none(JobState job, members, int first) except -1:
+    """Check that of the living members of an admission all have switched to the engines from `first` on, or none."""
     over, stayed = [], []
-    for p in range(job.processes - 1):
+    for p in members:
         i = job.seats[p]
         if job.actors[i].came and not job.actors[i].dead:
-            (over if job.actors[i].first > 0 else stayed).append(p)
+            (over if job.actors[i].first == first else stayed).append(p)
     if over and stayed:
         job.fail(ONE_DECISION, f"members {over} have switched to new engines with a joining super learner, "
                  f"and {stayed} have not")

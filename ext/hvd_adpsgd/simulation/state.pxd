@@ -83,10 +83,12 @@ cdef class JobState:
     cdef readonly Network network
     cdef Net* net
     cdef int n                  # engines
-    cdef int processes          # one for each super learner, the joining one included
+    cdef int processes          # one for each super learner, those that may join included
     cdef list seats             # [process]: the engine that its trainer uses; -1: none yet
     cdef int64_t admits_at      # the step before which a super learner is admitted; -1: none
-    cdef object admission       # the Admission of a joining super learner; None: none joins
+    cdef object newcomers       # the super learners that may join, a Newcomers; None: none joins
+    cdef object admission       # the newest Admission of one of them
+    cdef int admissions         # its number, from 0 on
     cdef uint64_t chance        # state of the random generator
     cdef Actor* actors
     cdef list loops

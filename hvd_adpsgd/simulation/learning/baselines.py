@@ -15,7 +15,7 @@ import torch
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import Bound, in_bound
 from hvd_adpsgd.simulation.learning.curve import Curve, Vector
-from hvd_adpsgd.simulation.learning.lock_step import LockStepClock
+from hvd_adpsgd.simulation.learning.lock_step import LockStepClock, QuorumClock
 from hvd_adpsgd.simulation.learning.outcome import Outcome, digest_of
 from hvd_adpsgd.simulation.learning.run import Training
 from hvd_adpsgd.simulation.learning.super_learner import SuperLearner, batch_size, seed_torch
@@ -24,7 +24,12 @@ from hvd_adpsgd.strategies import Plan
 
 __all__ = ["BASELINES", "Baseline", "DiLoCo", "Synchronous", "parse_baseline", "run_baseline"]
 
-_BOUNDS: dict[str, Bound] = {"period": (1, 10**9), "rate": (1e-9, 1e3), "momentum": (0.0, 0.999999)}
+_BOUNDS: dict[str, Bound] = {
+    "period": (1, 10**9),
+    "rate": (1e-9, 1e3),
+    "momentum": (0.0, 0.999999),
+    "quorum": (0.0, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class DiLoCo:
         period: local steps between two outer steps.
         rate: learning rate of the outer steps.
         momentum: momentum of the outer steps.
+        quorum: share of the super learners with which an outer step takes place while others have failed; 1:
+            a failure stops all, which restart from a checkpoint.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; the rate and the momentum are theirs.
     """
@@ -54,6 +61,7 @@ class DiLoCo:
     period: int = 50
     rate: float = 0.7
     momentum: float = 0.9
+    quorum: float = 1.0
     name: ClassVar[str] = "diloco"
 
     def __post_init__(self) -> None:
@@ -99,7 +107,7 @@ def run_baseline(baseline: Baseline, training: Training) -> Outcome:
 
 
 class _LockStepRun(ABC):
-    """A run in which all make the same number of steps."""
+    """A run in which all that train make their steps at the same time."""
 
     def __init__(self, baseline: Baseline, training: Training):
         cluster, budget = training.cluster, training.budget
@@ -108,16 +116,18 @@ class _LockStepRun(ABC):
         self.curve = Curve(self.task, training.model, self.n, cluster.seed)
         self._budget, self._progress, self._cluster = budget, training.progress, cluster
         steps = budget.seconds / cluster.step_s if budget.steps is None else budget.steps / self.n
-        self.clock = LockStepClock(cluster, training.faults, steps * cluster.step_s)
-        self.samples = 0
+        self.clock: LockStepClock | QuorumClock = LockStepClock(
+            cluster, training.faults, steps * cluster.step_s
+        )
+        self.samples, self.made = 0, [0] * self.n
 
     @abstractmethod
     def step(self, number: int) -> None:
         """Make a step on all super learners."""
 
     @abstractmethod
-    def meet(self) -> None:
-        """Average, after every `period` steps."""
+    def meet(self, trained: set[int]) -> None:
+        """Average what these have trained, after every `period` steps."""
 
     @abstractmethod
     def vectors(self) -> Iterator[Vector]:
@@ -130,30 +140,35 @@ class _LockStepRun(ABC):
     def run(self) -> Outcome:
         """Train until the budget is used."""
         budget, clock, number, point = self._budget, self.clock, 0, 1
-        self._measure(0)
+        self._measure()
         ended = "steps"
-        while budget.steps is None or number * self.n < budget.steps:
+        while budget.steps is None or sum(self.made) < budget.steps:
             clock.step()
             if clock.now_s > budget.seconds:
                 ended = "time"
                 break
             self.step(number)
+            for i in clock.training:
+                self.made[i] += 1
             number += 1
             if number % self.baseline.period == 0:
+                trained = set(clock.training)
                 clock.meet(budget.seconds)
-                self.meet()
-            used = number * self.n / budget.steps if budget.steps else clock.now_s / budget.seconds
+                self.meet(trained)
+            used = sum(self.made) / budget.steps if budget.steps else clock.now_s / budget.seconds
             self._progress(min(used, 1.0))
             if used * budget.points >= point:
-                self._measure(number)
+                self._measure()
                 point = math.floor(used * budget.points) + 1
-        if self.curve.points[-1].steps != number * self.n:
-            self._measure(number)
+        if self.curve.points[-1].steps != sum(self.made):
+            self._measure()
         return self._outcome(number, ended)
 
-    def _measure(self, number: int) -> None:
-        steps = number * self.n
-        self.curve.add(self.clock.now_s, steps, self.samples, self.vectors, self.models(), self.n)
+    def _measure(self) -> None:
+        clock = self.clock
+        self.curve.add(
+            clock.now_s, sum(self.made), self.samples, self.vectors, self.models(), len(clock.training)
+        )
 
     def _outcome(self, number: int, ended: str) -> Outcome:
         points = self.curve.points
@@ -163,15 +178,15 @@ class _LockStepRun(ABC):
         return Outcome(
             strategy=f"{self.baseline.name}:{values}" if values else self.baseline.name,
             points=points,
-            steps=[number] * self.n,
-            steps_per_s=number * self.n / points[-1].time_s if points[-1].time_s else 0.0,
+            steps=self.made,
+            steps_per_s=sum(self.made) / points[-1].time_s if points[-1].time_s else 0.0,
             exchanges_per_step=0.0,
             staleness_mean=0.0,
             staleness_99=0,
             staleness=[],
             sent_bytes=ring * (number // self.baseline.period),
             failed=self.clock.failed,
-            joined=0,
+            joined=self.clock.joined,
             ended=ended,
             digest=digest_of(self.curve.model),
             model=self.curve.model,
@@ -204,7 +219,7 @@ class _SynchronousRun(_LockStepRun):
             self.task.run("schedule(optimizer).step()", self._schedule.step)
         self._optimizer.zero_grad()
 
-    def meet(self) -> None:
+    def meet(self, trained: set[int]) -> None:
         """The gradients are averaged already."""
 
     def vectors(self) -> Iterator[Vector]:
@@ -222,6 +237,10 @@ class _DiLoCoRun(_LockStepRun):
     def __init__(self, baseline: Baseline, training: Training):
         super().__init__(baseline, training)
         assert isinstance(self.baseline, DiLoCo)
+        if self.baseline.quorum < 1:
+            self.clock = QuorumClock(
+                training.cluster, training.faults, self.baseline.quorum, training.replace_s
+            )
         self._learners = [
             SuperLearner(
                 self.task,
@@ -245,24 +264,28 @@ class _DiLoCoRun(_LockStepRun):
 
     def step(self, number: int) -> None:
         """A local step of each."""
-        for learner in self._learners:
-            self.curve.add_loss(learner.update(number, self.clock.now_s))
+        for i in sorted(self.clock.training):
+            self.curve.add_loss(self._learners[i].update(number, self.clock.now_s))
         self.samples = sum(learner.samples for learner in self._learners)
 
     @torch.no_grad()
-    def meet(self) -> None:
-        """An outer step; all begin with its model."""
+    def meet(self, trained: set[int]) -> None:
+        """An outer step with the models of these; all begin with its model, replacements with a new optimizer."""
+        if not trained:
+            return
         for i, start in enumerate(self._start):
             mean = torch.zeros_like(start, dtype=torch.float64)
-            for learner in self._learners:
-                mean += learner.parameters[i]
-            mean /= self.n
+            for number in sorted(trained):
+                mean += self._learners[number].parameters[i]
+            mean /= len(trained)
             start.grad = start - mean.to(start.dtype)
         self._outer.step()
         self._outer.zero_grad()
         for learner in self._learners:
             for own, start in zip(learner.parameters, self._start, strict=True):
                 own.copy_(start)
+        for i in self.clock.training - trained:
+            self._learners[i].optimizer.state.clear()
 
     def vectors(self) -> Iterator[Vector]:
         """Yield the parameters of each model."""

@@ -28,8 +28,9 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
         strategy: its spec, for messages.
 
     Raises:
-        ConfigError: for another kind, a number out of its bound, or two super learners that join.
+        ConfigError: for another kind, or a number out of its bound.
     """
+    joins = 0
     for i, fault in enumerate(faults):
         where = f"fault {i} ({fault.kind})"
         if fault.kind not in kinds:
@@ -38,7 +39,8 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
                 f"{', '.join(kinds)}. Use one of these, or leave the fault out."
             )
         in_bound(f"{where}: its time in seconds", fault.at_s, _TIME, _CURE)
-        most = n if fault.kind == "join" else n - 1
+        most = n + joins if fault.kind == "join" else n - 1
+        joins += fault.kind == "join"
         in_bound(f"{where}: its super learner", fault.who, (0, most), _CURE)
         value: Bound = (1e-3, 1e6) if fault.kind == "slow" else _TIME
         in_bound(f"{where}: its value", fault.value, value, _CURE)
@@ -46,6 +48,4 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
             in_bound(f"{where}: a peer", peer, (0, n - 1), _CURE)
         if fault.kind in _WITH_PEER:
             in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), _CURE)
-    joins = sum(fault.kind == "join" for fault in faults)
-    in_bound("faults: the number of super learners that join", joins, (0, 1), _CURE)
     return sorted(faults, key=lambda fault: fault.at_s)

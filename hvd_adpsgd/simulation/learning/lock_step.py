@@ -1,4 +1,4 @@
-"""Virtual time of training in lock-step: all wait for the slowest, average, and restart after a failure."""
+"""Virtual time of training in lock-step: all wait for the slowest and average; what a failure costs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.planner import Cluster, allreduce_s, failure_times
 from hvd_adpsgd.simulation.scenario import Fault
 
-__all__ = ["CHECKPOINT_S", "RESTART_S", "LockStepClock"]
+__all__ = ["CHECKPOINT_S", "RESTART_S", "LockStepClock", "QuorumClock"]
 
 CHECKPOINT_S, RESTART_S = 30.0, 300.0  # as planner.synchronous_goodput
 
@@ -27,12 +27,15 @@ class LockStepClock:
 
     Attributes:
         failed: number of failures.
+        joined: number of replacements, which wait for nothing.
+        training: the super learners that train.
     """
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault], planned_s: float):
         c = self._cluster = cluster
-        self.failed = 0
+        self.failed = self.joined = 0
         n = c.super_learners
+        self.training = set(range(n))
         self._chance, self._failures = Chance(c.seed + 2), Chance(c.seed + 3)
         self._at = [0.0] * n
         self._factor = [c.slow_factor if i < c.slow else 1.0 for i in range(n)]
@@ -92,3 +95,95 @@ class LockStepClock:
         waits_s = -math.log(1 - self._failures.between(0, 1)) / self._rate
         self._next_failure_s = max(failed_s, self._saved_s) + RESTART_S + waits_s
         return failed_s
+
+
+class QuorumClock:
+    """The clock of a job that averages with those that are there, if these are a quorum.
+
+    A super learner that fails is missed for `detect_s` when the others average. A replacement waits for the
+    next mean.
+
+    Args:
+        cluster: the job.
+        faults: crash, stop and slow, beside the failures of the cluster.
+        quorum: share of all super learners without which nobody averages.
+        replace_s: seconds from a failure until a replacement waits; None: there are no replacements.
+
+    Attributes:
+        failed, joined: number of failures, and of replacements.
+        training: the super learners that train.
+    """
+
+    def __init__(
+        self, cluster: Cluster, faults: Sequence[Fault], quorum: float, replace_s: float | None
+    ):
+        c = self._cluster = cluster
+        n = c.super_learners
+        self.failed = self.joined = 0
+        self.training = set(range(n))
+        self._chance, self._lives = Chance(c.seed + 2), Chance(c.seed + 3)
+        self._at = [0.0] * n
+        self._factor = [c.slow_factor if i < c.slow else 1.0 for i in range(n)]
+        self._others = [fault for fault in faults if fault.kind != "crash"]
+        self._crashes = [fault for fault in faults if fault.kind == "crash"]
+        self._fails_s = [math.inf] * n
+        for i, at_s in failure_times(c):
+            self._fails_s[i] = at_s
+        self._returns_s = [math.inf] * n
+        self._least = math.ceil(quorum * n)
+        self._replace_s = math.inf if replace_s is None else replace_s
+        self._missed = False
+
+    @property
+    def now_s(self) -> float:
+        """The time of the super learner that is farthest."""
+        return max(self._at)
+
+    def step(self) -> None:
+        """Let every super learner that trains compute a step; some fail in it."""
+        c = self._cluster
+        for i in sorted(self.training):
+            began, spread = self._at[i], 1 + c.spread * self._chance.between(-1, 1)
+            self._at[i] = began + c.step_s * self._factor[i] * spread
+            for fault in [f for f in self._others if f.who == i and f.at_s <= self._at[i]]:
+                self._others.remove(fault)
+                if fault.kind == "stop":
+                    self._at[i] += fault.value
+                else:
+                    self._factor[i] = fault.value * (c.slow_factor if i < c.slow else 1.0)
+            for fault in [f for f in self._crashes if f.who == i and f.at_s <= self._at[i]]:
+                self._crashes.remove(fault)
+                self._fails_s[i] = min(self._fails_s[i], fault.at_s)
+            if self._fails_s[i] <= self._at[i]:
+                self._at[i] = began
+                self.training.remove(i)
+                self._returns_s[i] = self._fails_s[i] + self._replace_s
+                self.failed += 1
+                self._missed = True
+
+    def meet(self, until_s: float) -> None:
+        """Wait for the slowest, and for a quorum, and average; replacements that wait train from then on.
+
+        Args:
+            until_s: end of the run.
+        """
+        now = max((self._at[i] for i in self.training), default=self.now_s)
+        now += allreduce_s(self._cluster) + (self._cluster.detect_s if self._missed else 0.0)
+        self._missed = False
+        while now <= until_s:
+            self._admit(now)
+            if len(self.training) >= self._least:
+                break
+            now = min(self._returns_s)  # infinite: nobody comes any more
+        self._at = [min(now, 2 * until_s)] * len(self._at)
+
+    def _admit(self, now: float) -> None:
+        hourly = self._cluster.failures_per_hour
+        for i, at_s in enumerate(self._returns_s):
+            if at_s <= now:
+                self.training.add(i)
+                self.joined += 1
+                self._returns_s[i] = self._fails_s[i] = math.inf
+                if hourly > 0:
+                    waits_s = -math.log(1 - self._lives.between(0, 1)) * 3600 / hourly
+                    self._fails_s[i] = now + waits_s

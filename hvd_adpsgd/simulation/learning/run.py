@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.learning.curve import Curve, Vector
 from hvd_adpsgd.simulation.learning.outcome import Outcome, digest_of
 from hvd_adpsgd.simulation.learning.super_learner import SuperLearner
@@ -21,6 +23,8 @@ from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.training.update_rules import UpdateRule
 
 __all__ = ["Budget", "EngineRun", "Training"]
+
+_STREAMS = 1_000_003  # between the seeds of the batches of super learners that join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Training:
         budget: how long it is.
         progress: called with the share of the budget that is used.
         moments: the option of this name.
+        replace_s: seconds from the failure of a super learner until a replacement asks to join; None: none
+            does.
     """
 
     task: Task
@@ -59,6 +65,7 @@ class Training:
     budget: Budget
     progress: Callable[[float], None]
     moments: str | None = None
+    replace_s: float | None = None
 
 
 class EngineRun:
@@ -78,15 +85,14 @@ class EngineRun:
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]
-        self._joins = next((fault for fault in faults if fault.kind == "join"), None)
-        if self._joins is not None:
-            number = self._joins.who
-            self._learners.append(self._learner(model, n, number, max(n, number + 1)))
-            self._learners[-1].here = False
+        self._model, self._ranks = model, [*range(n)]
+        self._replace_s = training.replace_s
+        self._lives = Chance(cluster.seed + 3)
         self._together: Together | None = None
         if together:
             self._together = Together(task, copy.deepcopy(model), self._learners, cluster.seed)
         self._gift: dict[str, Any] = {}
+        self._joined = 0
         self._steps, self._next_point = 0, 0
         self._job = self._make_job()
 
@@ -96,7 +102,7 @@ class EngineRun:
             self._task,
             copy.deepcopy(model),
             process,
-            self._task.stream(number, n, c.seed),
+            self._task.stream(number, n, c.seed + _STREAMS * max(0, process - c.super_learners)),
             parse(c.strategy).plan(number, n),
             c.rate * c.share,
             c.seed,
@@ -104,26 +110,61 @@ class EngineRun:
             self._training_number if self._shares else None,
         )
 
+    def _newcomer(self, process: int, number: int) -> Any:
+        """Make a super learner that is being admitted; return the array that its engine averages."""
+        assert len(self._learners) == process
+        self._ranks.append(number)
+        newcomer = self._learner(self._model, process, number, max(self._ranks) + 1)
+        newcomer.here = False
+        self._learners.append(newcomer)
+        return newcomer.memory
+
     def _make_job(self) -> Any:
         c, learners = self._cluster, self._learners
         first = learners[0]
         averaged = sum(tensor.numel() for _, tensor in first.rule.averaged())
         trained = sum(p.numel() for p in first.parameters)
         nbytes = c.model_nbytes * averaged / trained * first.layout.itemsize / 4
-        n = c.super_learners
+        n, most = c.super_learners, self._most_newcomers()
+        growth = sum(fault.kind == "join" and fault.who >= n for fault in self._faults)
         job = job_of(
             c,
             [learner.memory for learner in learners[:n]],
             bytes_scale=nbytes / first.memory.nbytes,
             local=self,
-            joining=None if self._joins is None else learners[n].memory,
+            joining=self._newcomer if most else None,
+            most=most,
+            largest=n + growth,
             streams=any(fault.kind == "break" for fault in self._faults),
         )
         for i, at_s in failure_times(c):
-            job.strike(at_s, "crash", i)
+            self._fails(job, i, i, at_s)
         for fault in self._faults:
-            job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
+            if fault.kind == "crash":
+                self._fails(job, fault.who, fault.who, fault.at_s)
+            else:
+                job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
         return job
+
+    def _most_newcomers(self) -> int:
+        """Return how many super learners may join: about twice as many as are expected to fail."""
+        c, budget = self._cluster, self._budget
+        asked = sum(fault.kind == "join" for fault in self._faults)
+        if self._replace_s is None:
+            return asked
+        seconds = budget.seconds
+        if budget.steps is not None:
+            slowest = c.slow_factor if c.slow else 1.0
+            seconds = min(seconds, 2 * budget.steps / c.super_learners * c.step_s * slowest)
+        failures = c.super_learners * c.failures_per_hour * seconds / 3600
+        crashes = sum(fault.kind == "crash" for fault in self._faults)
+        return asked + 2 * crashes + math.ceil(2 * failures + 6 * math.sqrt(failures))
+
+    def _fails(self, job: Any, process: int, number: int, at_s: float) -> None:
+        """Let a process crash in `at_s` seconds, and a replacement ask to join later."""
+        job.strike(at_s, "crash", process)
+        if self._replace_s is not None:
+            job.strike(at_s + self._replace_s, "join", number)
 
     # ---- what the simulated trainers call -----------------------------------------------------
 
@@ -172,9 +213,19 @@ class EngineRun:
         self._learners[process].join(self._gift)
         self._stays(process)
         self._gift = {}
-        size = max(self._cluster.super_learners, self._joins.who + 1) if self._joins else 0
+        self._joined += 1
+        rule = parse(self._cluster.strategy).plan(0, max(self._ranks) + 1).rule
         for learner in self._learners:
-            learner.rule.adapt(parse(self._cluster.strategy).plan(0, size).rule)
+            learner.rule.adapt(rule)
+        hourly = self._cluster.failures_per_hour
+        if self._replace_s is not None and hourly > 0:
+            lives_s = -math.log(1 - self._lives.between(0, 1)) * 3600 / hourly
+            self._fails(self._job, process, self._ranks[process], lives_s)
+
+    def stays_out(self, number: int) -> None:
+        """A super learner has not been admitted: another one asks in its place."""
+        if self._replace_s is not None:
+            self._job.strike(max(self._replace_s, self._cluster.step_s), "join", number)
 
     def _stays(self, process: int) -> None:
         """The model of a super learner stays as it is until its next update, or until `_changes`."""
@@ -256,7 +307,6 @@ class EngineRun:
         staleness = np.array(job.staleness())
         total = max(int(staleness.sum()), 1)
         sent = [nbytes for nbytes, _, _ in job.traffic()]
-        joined = sum(each.here for each in self._learners[self._cluster.super_learners :])
         return Outcome(
             strategy=parse(self._cluster.strategy).spec(),
             points=points,
@@ -268,7 +318,7 @@ class EngineRun:
             staleness=staleness.tolist(),
             sent_bytes=sum(sent) / len(self._learners),
             failed=sum(job.summary()["dead"]),
-            joined=joined,
+            joined=self._joined,
             ended=ended,
             digest=digest_of(self._curve.model),
             model=self._curve.model,

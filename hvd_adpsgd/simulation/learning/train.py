@@ -36,6 +36,7 @@ def train(
     threads: int = 1,
     vmap: bool = False,
     moments: str | None = None,
+    replace_s: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Train a task in virtual time; equal arguments give equal bits.
@@ -54,6 +55,9 @@ def train(
         vmap: compute gradients of several super learners in one call of torch.func.vmap, where the model
             allows it: faster for small models, and rounded otherwise. Baselines do without.
         moments: the option of this name.
+        replace_s: seconds from the failure of a super learner until a replacement asks to join. Replacements
+            are admitted one after the other, and fail at the rate of the cluster, too. None: no replacements.
+            Synchronous training needs none: there each failure costs a restart, with a replacement.
         progress: called often, with the share of the run that is over.
 
     Raises:
@@ -68,6 +72,8 @@ def train(
     in_bound("train: threads (--threads)", threads, (1, 1024))
     if steps is not None:
         in_bound("train: steps (--steps)", steps, (1, 10**9))
+    if replace_s is not None:
+        in_bound("train: replace_s (--replace-after)", replace_s, (0.0, 1e9))
     spec = cluster.strategy if strategy is None else strategy
     baseline = parse_baseline(spec)
     if baseline is None:
@@ -86,7 +92,7 @@ def train(
         seed_torch(cluster.seed, 0, 0)
         model = task.new_model()
         shown = progress or (lambda share: None)
-        training = Training(task, model, cluster, found, budget, shown, moments)
+        training = Training(task, model, cluster, found, budget, shown, moments, replace_s)
         if baseline is not None:
             return run_baseline(baseline, training)
         run = EngineRun(training, vmap)

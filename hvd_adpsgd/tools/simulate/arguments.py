@@ -40,7 +40,7 @@ OF = {  # option: the modes that it belongs to
     "keep": ("seeds",),
     "workers": ("seeds",),
     **dict.fromkeys((*PLAN_DEFAULTS, "json", "figure", "calibration", "super_learners"), PLANS),
-    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault", "moments"), ("train",)),
+    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault", "moments", "replace_after"), ("train",)),
 }
 
 
@@ -212,6 +212,12 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FAULT",
         help="faults KIND,SUPER_LEARNER,TIME[,VALUE[,PEER...]], for instance crash,3,20s join,8,30s "
         "stop,1,10s,5s slow,0,5s,10",
+    )
+    group.add_argument(
+        "--replace-after",
+        metavar="TIME",
+        help="time from the failure of a super learner until a replacement asks to join, for instance 60s "
+        "(default: no replacements)",
     )
     group.add_argument(
         "--moments",

@@ -40,6 +40,7 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             dataclasses.replace(cluster, strategy=spec)
     faults = [units.fault(text) for text in args.fault or ()]
     cluster = dataclasses.replace(cluster, parameters=parameters)
+    replace_s = None if args.replace_after is None else units.seconds(args.replace_after)
     outcomes = []
     for spec in specs:
         outcome = train(
@@ -52,6 +53,7 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             threads=args.threads,
             vmap=args.vmap,
             moments=args.moments,
+            replace_s=replace_s,
             progress=progress.of_training(spec),
         )
         print(described(outcome), flush=True)
@@ -71,6 +73,8 @@ def as_json(args: argparse.Namespace, cluster: Cluster, outcomes: list[Outcome])
         fields["minutes"] = None
     runs = [outcome.to_dict() for outcome in outcomes]
     told = {"task": args.train, "steps": args.steps, "faults": args.fault or []}
+    if args.replace_after is not None:
+        told["replace_after"] = args.replace_after
     return json.dumps({**told, "cluster": fields, "runs": runs}, indent=1)
 
 
