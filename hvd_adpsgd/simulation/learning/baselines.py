@@ -254,6 +254,7 @@ class _DiLoCoRun(_LockStepRun):
             )
             for i in range(self.n)
         ]
+        self._kept, self._before = 0, [0] * self.n  # samples in the model, and those of each at the last mean
         self._start = [p.detach().clone() for p in self._learners[0].parameters]
         self._outer = torch.optim.SGD(
             self._start,
@@ -266,11 +267,17 @@ class _DiLoCoRun(_LockStepRun):
         """A local step of each."""
         for i in sorted(self.clock.training):
             self.curve.add_loss(self._learners[i].update(number, self.clock.now_s))
-        self.samples = sum(learner.samples for learner in self._learners)
+        self.samples = self._kept + self._samples_of(self.clock.training)
+
+    def _samples_of(self, trained: set[int]) -> int:
+        """Return the samples that these have used since the last mean; those of failed ones are lost."""
+        return sum(self._learners[i].samples - self._before[i] for i in trained)
 
     @torch.no_grad()
     def meet(self, trained: set[int]) -> None:
         """An outer step with the models of these; all begin with its model, replacements with a new optimizer."""
+        self._kept += self._samples_of(trained)
+        self._before = [learner.samples for learner in self._learners]
         if not trained:
             return
         for i, start in enumerate(self._start):
