@@ -10,6 +10,7 @@ cdef class Newcomers:
     cdef object model       # see Job.expect
     cdef list ranks         # [process]: its rank among the super learners
     cdef list waiting       # ranks with which newcomers wait to be admitted
+    cdef list left          # (engine, process) of engines that their trainers do not use any more
 
 cdef class Admission:
     cdef list order         # members, by their place in the agreement

@@ -27,8 +27,9 @@ from hvd_adpsgd.engine.admission import Joiner, JoinerStage, Member, MemberStage
 from hvd_adpsgd.engine.agreement import Agreement
 
 from hvd_adpsgd.engine.loop cimport begin_turns
+from hvd_adpsgd.engine.mailbox cimport HISTOGRAM, Counters
 from hvd_adpsgd.simulation.chance cimport between, happens, uniform
-from hvd_adpsgd.simulation.network cimport LATE, cut_until, down_of, enter
+from hvd_adpsgd.simulation.network cimport LATE, cut_until, down_of, enter, open_transfers
 from hvd_adpsgd.simulation.promises cimport check_all_or_none, check_joined, check_moved
 from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
 from hvd_adpsgd.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
@@ -53,7 +54,7 @@ cdef class Newcomers:
     def __cinit__(self, int n, int most, plan, model):
         self.n = self.size = n
         self.most, self.plan, self.model = most, plan, model
-        self.ranks, self.waiting = [*range(n)], []
+        self.ranks, self.waiting, self.left = [*range(n)], [], []
 
 
 cdef class Admission:
@@ -122,6 +123,8 @@ cdef bint renew(JobState job) except -1:
     cdef int newcomer = m.newcomer + 1, first, i, j
     if job.checks:
         check_all_or_none(job, m.order, m.first)
+    else:
+        free_engines(job)
     stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
     first = next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
     order = [p for p in range(newcomer) if job.seats[p] >= 0 and job.actors[job.seats[p]].first == first]
@@ -138,6 +141,42 @@ cdef bint renew(JobState job) except -1:
             if i != j and (job.actors[j].dead or job.actors[j].over) and down_of(&job.net.links[i], j - first) != NULL:
                 m.agreements[p].failed(m.place_of[q])
     return True
+
+
+cdef void free_engines(JobState job):
+    """Free engines that have left, as all their peers; their counts are added to those of their successors.
+
+    Without this, long jobs with many admissions need memory without bound."""
+    cdef Newcomers them = job.newcomers
+    cdef int i, process
+    still, at_work = [], set()
+    for i, _ in them.left:
+        if not job.actors[i].over and not job.actors[i].dead:
+            at_work.add(job.actors[i].first)
+    for i, process in them.left:
+        if job.actors[i].first not in at_work and open_transfers(job.net, i) == 0:
+            if job.actors[i].dead:
+                continue
+            add_counts(&job.actors[i].core.mailbox.counters, &job.actors[job.seats[process]].core.mailbox.counters)
+            job.actors[i].core = NULL
+            job.loops[i] = job.models[i] = job.stores[i] = job.areas[i] = job.followers[i] = None
+        else:
+            still.append((i, process))
+    them.left = still
+
+
+cdef void add_counts(Counters* old, Counters* new):
+    cdef int k
+    new.exchanges_active += old.exchanges_active
+    new.exchanges_passive += old.exchanges_passive
+    new.chunks += old.chunks
+    new.parked += old.parked
+    new.broken += old.broken
+    new.void_chunks += old.void_chunks
+    new.means += old.means
+    new.turns += old.turns
+    for k in range(HISTOGRAM):
+        new.staleness[k] += old.staleness[k]
 
 
 cdef void begin_admission(JobState job, int number):
@@ -361,9 +400,11 @@ cdef void go_on(JobState job, int p):
 cdef void leave_old(JobState job, int i):
     """End an engine whose process uses another one."""
     cdef Actor* a = &job.actors[i]
+    cdef Newcomers them = job.newcomers
     a.steps = a.step
     a.doing = DONE_STEPS
     a.done_at = job.net.now_s
+    them.left.append((i, a.process))
     leave_job(job, i, False)
 
 

@@ -338,7 +338,7 @@ cdef class Job(JobState):
         cdef int i
         names = ("exchanges", "chunks", "parked", "broken", "void", "means", "turns")
         total = dict.fromkeys(names, 0)
-        for i in range(self.n):
+        for i in self.made():
             c = &self.actors[i].core.mailbox.counters
             for name, count in zip(names, (c.exchanges_active, c.chunks, c.parked, c.broken, c.void_chunks, c.means, c.turns)):
                 total[name] += count
@@ -346,17 +346,21 @@ cdef class Job(JobState):
                 "steps": [self.actors[i].step for i in self.seats if i >= 0],
                 "dead": [bool(self.actors[i].dead) for i in self.seats if i >= 0]}
 
+    def made(self):
+        """Return the indices of all engines; without those that were freed, of which others have the counts."""
+        return [i for i in range(self.n) if self.actors[i].core != NULL]
+
     def exchanges_of(self):
         """Return how many exchanges each engine has finished, active and passive ones."""
         cdef int i
         return [self.actors[i].core.mailbox.counters.exchanges_active + self.actors[i].core.mailbox.counters.exchanges_passive
-                for i in range(self.n)]
+                for i in self.made()]
 
     def staleness(self):
         """Return the histogram of staleness: chunks merged 0 to 62 steps after their snapshot, and more."""
         cdef int i, k
         found = [0] * HISTOGRAM
-        for i in range(self.n):
+        for i in self.made():
             for k in range(HISTOGRAM):
                 found[k] += self.actors[i].core.mailbox.counters.staleness[k]
         return found
@@ -367,7 +371,7 @@ cdef class Job(JobState):
         out = []
         for i in range(self.n):
             peers = 0
-            for j in range(self.actors[i].size):
+            for j in range(self.actors[i].size if self.actors[i].core != NULL else 0):
                 peers += self.actors[i].core.mailbox.met[j] != 0
             out.append((bytes_sent(self.net, i), self.net.links[i].sent_messages, peers))
         return out

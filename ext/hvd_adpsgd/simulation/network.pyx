@@ -471,13 +471,14 @@ cdef int64_t bytes_sent(Net* net, int who) noexcept nogil:
 
 cdef int open_transfers(Net* net, int who) noexcept nogil:
     """Return how many receives and incomplete sends an engine has posted."""
+    cdef Link* link = &net.links[who]
     cdef int i, count = 0
-    cdef Posted* p = net.links[who].posted
+    cdef Posted* p = link.posted
     cdef Envelope* m
     while p != NULL:
         count += 1
         p = p.next_one
-    for i in range(net.n):
+    for i in range(link.first, link.first + link.size):
         m = net.links[i].coming
         while m != NULL:
             count += m.src == who and m.sending != NULL
