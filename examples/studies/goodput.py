@@ -46,7 +46,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--n", type=int, default=128, help="super learners (default: 128)")
-    add("--rates", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="failures of each per hour")
+    add(
+        "--rates", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="failures of each per hour"
+    )
     add("--schemes", nargs="+", default=list(SCHEMES))
     add("--minutes", type=float, default=20.0, help="virtual minutes (default: 20)")
     add("--step", type=float, default=1.0, help="seconds of a step (default: 1)")
@@ -123,7 +125,13 @@ def table(runs: list[Run]) -> str:
             statistics.mean(values)
             for values in zip(
                 *(
-                    (one["failed"], one["joined"], one["kept"], one["kept"] / there(one), one["loss"])
+                    (
+                        one["failed"],
+                        one["joined"],
+                        one["kept"],
+                        one["kept"] / there(one),
+                        one["loss"],
+                    )
                     for one in its
                 ),
                 strict=True,
@@ -180,7 +188,16 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     cells: list[Cell] = [
-        (options.n, scheme, rate, seed, options.minutes, options.step, options.replace, options.task)
+        (
+            options.n,
+            scheme,
+            rate,
+            seed,
+            options.minutes,
+            options.step,
+            options.replace,
+            options.task,
+        )
         for seed, rate, scheme in itertools.product(
             range(options.seeds), options.rates, options.schemes
         )

@@ -72,7 +72,7 @@ def learn(options: argparse.Namespace) -> None:
     task = Task.from_file(options.task)
     seed_torch(options.seed, 0, 0)  # the start of the job in virtual time
     model = task.new_model()
-    optimizer = task.new_optimizer(list(model.parameters()))
+    optimizer = task.new_optimizer(list(model.parameters()), model)
     schedule = task.new_schedule(optimizer)
     wrapped = hvd.DistributedOptimizer(
         optimizer,

@@ -167,7 +167,12 @@ class _LockStepRun(ABC):
     def _measure(self) -> None:
         clock = self.clock
         self.curve.add(
-            clock.now_s, sum(self.made), self.samples, self.vectors, self.models(), len(clock.training)
+            clock.now_s,
+            sum(self.made),
+            self.samples,
+            self.vectors,
+            self.models(),
+            len(clock.training),
         )
 
     def _outcome(self, number: int, ended: str) -> Outcome:
@@ -200,7 +205,7 @@ class _SynchronousRun(_LockStepRun):
         super().__init__(baseline, training)
         self._model = copy.deepcopy(self.curve.model).train()
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = self.task.new_optimizer(self._parameters)
+        self._optimizer = self.task.new_optimizer(self._parameters, self._model)
         self._schedule = self.task.new_schedule(self._optimizer)
         self._streams = [self.task.stream(i, self.n, self.seed) for i in range(self.n)]
 
@@ -254,7 +259,10 @@ class _DiLoCoRun(_LockStepRun):
             )
             for i in range(self.n)
         ]
-        self._kept, self._before = 0, [0] * self.n  # samples in the model, and those of each at the last mean
+        self._kept, self._before = (
+            0,
+            [0] * self.n,
+        )  # samples in the model, and those of each at the last mean
         self._start = [p.detach().clone() for p in self._learners[0].parameters]
         self._outer = torch.optim.SGD(
             self._start,
@@ -275,7 +283,7 @@ class _DiLoCoRun(_LockStepRun):
 
     @torch.no_grad()
     def meet(self, trained: set[int]) -> None:
-        """An outer step with the models of these; all begin with its model, replacements with a new optimizer."""
+        """An outer step with the models of these. All begin with its model; optimizers of replacements are new."""
         self._kept += self._samples_of(trained)
         self._before = [learner.samples for learner in self._learners]
         if not trained:

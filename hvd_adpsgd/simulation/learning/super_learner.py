@@ -70,7 +70,7 @@ class SuperLearner:
         self.number, self.model, self._task, self._seed = number, model.train(), task, seed
         named = trained(model)
         self.parameters = [p for _, p in named]
-        self.optimizer = task.new_optimizer(self.parameters)
+        self.optimizer = task.new_optimizer(self.parameters, model)
         self.schedule = task.new_schedule(self.optimizer)
         self._stream = stream
         self.averages_gradients = isinstance(plan.rule, LateGradients)

@@ -44,7 +44,8 @@ class Task:
         loss: loss(model, batch) returns the loss to minimise, a scalar.
         batches: batches(super_learner, n, seed) returns an iterable of the batches of super learner number
             `super_learner` of `n`; when it ends, it is called again with seed + 1, and so on.
-        optimizer: optimizer(parameters) returns a torch.optim.Optimizer of these parameters.
+        optimizer: optimizer(parameters) returns a torch.optim.Optimizer of these parameters;
+            optimizer(parameters, model) is called with their module, too, for hvd.NaturalGradientSGD.
         schedule: schedule(optimizer) returns a learning rate scheduler, which steps after every step.
         evaluate: evaluate(model) returns a number, or a dict of numbers by name, of the mean model.
         name: name of the task in messages.
@@ -56,7 +57,7 @@ class Task:
     model: Callable[[], torch.nn.Module]
     loss: Callable[[Any, Any], torch.Tensor]
     batches: Callable[[int, int, int], Iterable[Any]]
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
     evaluate: Callable[[torch.nn.Module], Any] | None = None
     name: str = "task"
@@ -66,6 +67,8 @@ class Task:
             function = getattr(self, name)
             if function is None and name in _OPTIONAL:
                 continue
+            if name == "optimizer" and _takes_model(function):
+                arguments = ("parameters", "model")
             _require_function(self.name, name, function, arguments)
 
     @classmethod
@@ -135,14 +138,17 @@ class Task:
         """Return the number of parameters that are trained."""
         return sum(p.numel() for p in self.new_model().parameters() if p.requires_grad)
 
-    def new_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return optimizer(parameters), checked.
+    def new_optimizer(
+        self, parameters: list[torch.nn.Parameter], model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
+        """Return optimizer(parameters), or optimizer(parameters, model), checked.
 
         Raises:
             ConfigError: if it is no optimizer, or trains other parameters.
             UnsupportedOptimizerError: if its step() needs a closure.
         """
-        optimizer = self.call("optimizer", parameters)
+        more = (model,) if _takes_model(self.optimizer) else ()
+        optimizer = self.call("optimizer", parameters, *more)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise self.bad(
                 "optimizer(parameters)",
@@ -318,6 +324,14 @@ def _require_function(task: str, name: str, function: Any, arguments: tuple[str,
             f"{task}: {name}{signature} cannot be called as {name}({', '.join(arguments)}): {error}. "
             f"Define it with these arguments. {_PAGE}"
         ) from None
+
+
+def _takes_model(function: Any) -> bool:
+    """Whether an optimizer function has a second argument, named model."""
+    try:
+        return list(inspect.signature(function).parameters)[1:2] == ["model"]
+    except (TypeError, ValueError):
+        return False
 
 
 def _missing(task: str, name: str) -> ConfigError:
