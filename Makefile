@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging soak storm virtual-time moments claims claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
+.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging soak storm virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -88,6 +88,12 @@ moments: venv $(STAMPS)/examples  ## AdamW under gossip beside synchronous train
 
 claims: venv $(STAMPS)/examples  ## the papers' claims at 16 learners and more, in virtual time (hours; ARGS='batch' or 'straggler')
 	@$(PY) -m examples.studies.claims $(or $(ARGS),batch)
+
+goodput: venv $(STAMPS)/examples  ## samples and loss under failures and replacements, 128 super learners in virtual time (half an hour)
+	@$(PY) -m examples.studies.goodput $(ARGS)
+
+averaging-at-size: venv $(STAMPS)/examples  ## model averaging with 16 and 32 learners, in virtual time (hours)
+	@$(PY) -m examples.studies.averaging_at_size $(ARGS)
 
 claim: venv $(STAMPS)/examples  ## loss over wall time beside other libraries: slow, killed, thin links (3 hours; the links need root)
 	@$(PY) -m examples.studies.claim $(ARGS)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
 from hvd_adpsgd.simulation.learning import Task, train
 from hvd_adpsgd.simulation.learning.run import Budget, EngineRun, Training
 from hvd_adpsgd.simulation.learning.super_learner import SuperLearner
@@ -602,3 +603,106 @@ def test_many_super_learners() -> None:
     assert time.process_time() - began < 90  # 200 steps: within 15 minutes
     assert outcome.points[-1].time_s == pytest.approx(2.0, rel=0.05)
     assert outcome.points[-1].loss < outcome.points[0].loss
+
+
+# ---- replacements -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["random_pairs", "delay_by_one"])
+def test_failed_super_learners_are_replaced(strategy: str) -> None:
+    """By ones that fail and are replaced, too: the job does not shrink to nothing, and learns."""
+    storm = cluster(8, minutes=0.25, failures_per_hour=300.0, detect_s=0.1, seed=2)
+    shrinks, outcome = (
+        train(task(), storm, strategy=strategy, points=3, replace_s=replace_s)
+        for replace_s in (None, 0.5)
+    )
+    assert outcome.failed > 5 and outcome.joined > 3
+    assert outcome.points[-1].training > shrinks.points[-1].training
+    assert sum(outcome.steps) > 1.2 * sum(shrinks.steps)
+    assert outcome.points[-1].loss < outcome.points[0].loss
+
+
+def test_a_crash_given_by_hand_is_replaced_after_its_time() -> None:
+    crash = [Fault(1.0, "crash", 2)]
+    outcome = train(task(), cluster(4, minutes=0.2), faults=crash, points=12, replace_s=3.0)
+    training = {round(point.time_s): point.training for point in outcome.points}
+    assert training[1] in (3, 4) and training[3] == 3 and training[6] == 4
+    assert outcome.failed == outcome.joined == 1
+
+
+def test_a_replacement_trains_on_other_batches_than_the_one_before() -> None:
+    seeds = []
+
+    def counted(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
+        seeds.append((i, seed))
+        return batches(i, n, seed)
+
+    crash = [Fault(0.5, "crash", 1), Fault(4.0, "join", 1)]
+    faults = [*crash, Fault(1.0, "join", 4)]
+    assert train(task(batches=counted), cluster(4, minutes=0.2), faults=faults).joined == 2
+    assert len(set(seeds)) > 5 and len({seed for i, seed in seeds if i == 1}) == 2
+
+
+def test_many_admissions_need_no_memory_for_engines_that_have_left() -> None:
+    crashes = [Fault(1.0 + 3 * i, "crash", i) for i in range(6)]
+    run = EngineRun(Training(
+        task(), network(), cluster(8, detect_s=0.1), crashes, Budget(None, 24.0, 4), lambda share: None,
+        replace_s=0.5,
+    ))  # fmt: skip
+    outcome = run.run()
+    assert outcome.joined == 6
+    assert len(run._job.made()) < 8 + 6 + 8 + 8  # now, failed ones, and of the last two admissions
+    assert sum(outcome.staleness) > 0.5 * sum(outcome.steps)  # the counts of freed engines are kept
+
+
+def test_diloco_with_a_quorum_trains_on_without_the_failed() -> None:
+    crash = [Fault(0.55, "crash", 1)]
+    kwargs = {"strategy": "diloco:period=5,quorum=0.5", "faults": crash, "points": 4}
+    alone = train(task(), cluster(4, minutes=0.1, detect_s=0.1), **kwargs)  # type: ignore[arg-type]
+    assert alone.failed == 1 and alone.points[-1].training == 3
+    assert alone.steps[1] == 5 and alone.steps[0] > 40
+    kwargs["replace_s"] = 1.0
+    replaced = train(task(), cluster(4, minutes=0.1, detect_s=0.1), **kwargs)  # type: ignore[arg-type]
+    assert replaced.joined == 1 and replaced.points[-1].training == 4
+    assert 25 < replaced.steps[1] < replaced.steps[0]
+    assert replaced.points[-1].loss < replaced.points[0].loss
+
+
+def test_diloco_waits_for_its_quorum() -> None:
+    crashes = [Fault(0.55, "crash", i) for i in range(3)]
+    outcome = train(
+        task(), cluster(4, minutes=0.1, detect_s=0.1), strategy="diloco:period=5,quorum=0.5", faults=crashes,
+        replace_s=2.0, points=4,
+    )  # fmt: skip
+    assert outcome.failed == outcome.joined == 3
+    assert 30 < outcome.steps[3] < 45  # of 60: it has waited for 2 s
+    never = train(
+        task(),
+        cluster(4, minutes=0.1, detect_s=0.1),
+        strategy="diloco:period=5,quorum=0.5",
+        faults=crashes,
+    )
+    assert never.steps[3] == 10 and never.ended == "time"
+
+
+def test_samples_of_a_learner_that_fails_before_the_mean_are_lost() -> None:
+    crash = [Fault(0.85, "crash", 1)]
+    outcome = train(
+        task(), cluster(4, minutes=0.05, spread=0.0), strategy="diloco:period=5,quorum=0.5",
+        faults=crash,
+    )  # fmt: skip
+    used = sum(outcome.steps)
+    assert outcome.steps[1] == 8
+    each = outcome.points[1].samples / outcome.points[1].steps
+    assert outcome.points[-1].samples == (used - 3) * each
+
+
+def test_natural_gradients_need_the_module() -> None:
+    def natural(parameters: list[nn.Parameter], model: nn.Module) -> torch.optim.Optimizer:
+        return NaturalGradientSGD(model, 0.05)
+
+    outcomes = [
+        train(task(optimizer=natural), cluster(2), strategy=strategy, steps=20)
+        for strategy in ("random_pairs", "synchronous")
+    ]
+    assert all(outcome.points[-1].loss < outcome.points[0].loss for outcome in outcomes)

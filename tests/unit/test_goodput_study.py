@@ -1,0 +1,81 @@
+"""The studies of goodput and of model averaging with many learners: their grids and tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.acoustic_model.speech.problem import Problem
+from examples.studies import averaging_at_size, goodput
+
+
+def one(scheme: str, rate: float, seed: int = 0, **found: Any) -> dict[str, Any]:
+    base = {"n": 8, "minutes": 3.0, "step": 1.0, "replace": 60.0, "task": "t.py"}
+    numbers = {"kept": 0.5, "loss": 1.0, "failed": 4, "joined": 3, "seconds": 1.0}
+    curve = [[0.0, 0, 2.0, 8], [180.0, 100, 1.0, 7]]
+    return {
+        **base,
+        **numbers,
+        "curve": curve,
+        "scheme": scheme,
+        "rate": rate,
+        "seed": seed,
+        **found,
+    }
+
+
+def test_samples_are_shares_of_all_and_of_those_there() -> None:
+    runs = [one("random_pairs", 60.0, 0, kept=0.4), one("random_pairs", 60.0, 1, kept=0.5)]
+    row = goodput.table(runs).splitlines()[
+        -1
+    ]  # a minute between failures, and a minute to a replacement
+    assert row == "| 60 | random_pairs | 4, 3 | 45.0 % | 90.0 % | 1.000 |"
+    assert "| 0 | diloco | 4, 3 | 50.0 % | 50.0 % | 1.000 |" in goodput.table([one("diloco", 0.0)])
+
+
+def test_goodput_is_drawn(tmp_path: Path) -> None:
+    goodput.draw([one("random_pairs", 1.0), one("synchronous", 10.0, kept=0.0)], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_small_job_loses_less_to_failures_than_synchronous_training() -> None:
+    cells = [
+        (4, scheme, 60.0, 0, 0.7, 1.0, 5.0, "examples/virtual_time.py")
+        for scheme in ("random_pairs", "synchronous")
+    ]
+    gossip, synchronous = map(goodput.trained, cells)
+    assert gossip["failed"] > 0 and synchronous["failed"] > 0
+    assert gossip["kept"] > 1.5 * synchronous["kept"]
+    assert gossip["curve"][-1][2] < gossip["curve"][0][2]
+
+
+@pytest.mark.parametrize("option", [["--n", "1"], ["--rates", "-1"], ["--replace", "-1"]])
+def test_wrong_options_are_refused(option: list[str]) -> None:
+    with pytest.raises(Problem, match=option[0]):
+        goodput.arguments(option)
+
+
+def test_averaging_is_compared_at_the_best_rate_of_each() -> None:
+    def run(n: int, scale: float, loss: float, speed: float) -> dict[str, Any]:
+        period = 10 if n > 1 else 0
+        return {
+            "n": n, "period": period, "optimizer": "natural", "scale": scale, "epochs": 6, "seed": 0,
+            "loss": loss, "steps_per_s": speed,
+        }  # fmt: skip
+
+    runs = [
+        run(1, 0.5, 2.5, 20.0),
+        run(1, 1.0, 2.0, 20.0),
+        run(16, 4.0, 2.2, 250.0),
+        run(16, 16.0, 9.0, 250.0),
+    ]
+    lines = averaging_at_size.table(runs).splitlines()
+    assert lines[-1] == "| natural | 16 | 10 | 4 | 2.200 | +10.0 % | 12.5 |"
+
+
+def test_rates_of_many_learners_reach_their_number() -> None:
+    assert averaging_at_size.scales(1) == [0.5, 1.0, 2.0]
+    assert averaging_at_size.scales(16) == [1.0, 4.0, 16.0]
+    assert averaging_at_size.scales(32) == [1.0, 4.0, 16.0, 32.0]
