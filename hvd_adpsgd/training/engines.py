@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.admission import MOVE_S
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
@@ -111,7 +112,7 @@ class Engines:
         """Replace the current engine by `engine`, in a pause between steps. Its counters start at 0."""
         old = self.current
         # stop before `events`, which would miss events that the thread adds later; `release` frees the events
-        old.stop()
+        old.stop(within_s=MOVE_S)
         self._record.events(old)
         self._tensors.release()
         old.release(keeps_memory=old.memory is engine.memory)

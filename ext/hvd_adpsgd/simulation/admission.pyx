@@ -23,7 +23,7 @@ from libc.stdint cimport uintptr_t
 
 import numpy as np
 
-from hvd_adpsgd.engine.admission import Joiner, JoinerStage, Member, MemberStage
+from hvd_adpsgd.engine.admission import MOVE_S, Joiner, JoinerStage, Member, MemberStage
 from hvd_adpsgd.engine.agreement import Agreement
 
 from hvd_adpsgd.engine.loop cimport begin_turns
@@ -361,12 +361,19 @@ cdef int conclude(JobState job, int p, bint goes_over, set ready) except -1:
             them.size = max(them.size, m.number + 1)
             post(job, p, m.newcomer, IS_IN, None)
             m.gift = job.actors[job.seats[p]].step, m.values
-            post_later(job, p, PACKED, between(&job.chance, 0, 2 * job.actors[job.seats[p]].step_s))
+            post_later(job, p, PACKED, transfer_s(job, job.seats[p]))
         go_over(job, p)
     else:
         job.note("join | a member goes on as it was")
         go_on(job, p)
     return 0
+
+
+cdef double transfer_s(JobState job, int i):
+    """Return how long the model of engine i takes to the newcomer: a random time where no model is trained."""
+    if job.local is None:
+        return between(&job.chance, 0, 2 * job.actors[i].step_s)
+    return job.models[i].nbytes * job.net.rules.bytes_scale / job.net.rules.bytes_per_s
 
 
 cdef int go_over(JobState job, int p) except -1:
@@ -405,6 +412,7 @@ cdef void leave_old(JobState job, int i):
     a.doing = DONE_STEPS
     a.done_at = job.net.now_s
     them.left.append((i, a.process))
+    a.core.mailbox.given.leave_within = MOVE_S
     leave_job(job, i, False)
 
 
