@@ -6,10 +6,12 @@
     python -m examples.studies.moments --table                   what --out holds, once more
 
 A scheme is a strategy or a baseline, followed by @own or @shared for the option `moments`. Each trains the
-byte-level transformer of examples/byte_transformer.py at each rate, with each seed: equal starts and batches.
+byte-level transformer of examples/byte_transformer.py, or with `--model acoustic` the acoustic model of the
+easy speech task, at each rate, with each seed: equal starts and batches.
 Printed is, for each n, batch, optimizer and scheme, the held-out loss of the mean model at its best rate, and
 its difference from synchronous training at that one's best rate, with a 95 % interval over seeds (Student's
-t). A best rate at an end of the grid is marked: widen the grid. Written to --out: runs.json, and moments.png.
+t). A best rate at an end of the grid is marked: widen the grid. Written to --out: runs.json and moments.png,
+or acoustic.json and acoustic.png.
 A second call trains only what runs.json lacks.
 """
 
@@ -29,6 +31,8 @@ from typing import Any
 import torch
 
 from examples import byte_transformer
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model import virtual_time as acoustic
 from examples.acoustic_model.prepare_data import usable_cores
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 from examples.studies.intervals import QUANTILES, mean_interval
@@ -69,6 +73,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--optimizers", nargs="+", default=["adamw"], choices=OPTIMIZERS)
     add("--schemes", nargs="+", default=list(SCHEMES))
     add("--jobs", type=int, default=usable_cores(), help="runs at a time")
+    add("--model", choices=("transformer", "acoustic"), default="transformer")
     add("--out", type=Path, default=Path("out/moments"))
     add("--table", action="store_true", help="print and draw what --out holds; train nothing")
     options = parser.parse_args(argv)
@@ -85,19 +90,32 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def trained(cell: Cell) -> Run:
+def transformer_batches(i: int, n: int, seed: int, sequences: int) -> Iterable[Any]:
+    return byte_transformer.batches(i, n, seed, sequences)
+
+
+def acoustic_batches(i: int, n: int, seed: int, segments: int) -> Iterable[Any]:
+    return acoustic.batches(i, n, seed, acoustic.Recipe(batch=segments * n))
+
+
+MODELS = {
+    "transformer": (byte_transformer, transformer_batches),
+    "acoustic": (acoustic, acoustic_batches),
+}
+
+
+def trained(model: str, cell: Cell) -> Run:
     """Train once; return what it was, and what the mean model has learned."""
     n, sequences, optimizer, scheme, rate, seed, steps = cell
+    module, batches = MODELS[model]
     task = Task(
-        model=byte_transformer.model,
-        loss=byte_transformer.loss,
-        batches=lambda super_learner, n, seed: byte_transformer.batches(
-            super_learner, n, seed, sequences
-        ),
+        model=module.model,
+        loss=module.loss,
+        batches=lambda i, n, seed: batches(i, n, seed, sequences),
         optimizer=lambda parameters: OPTIMIZERS[optimizer](parameters, lr=rate),
         schedule=lambda optimizer: byte_transformer.schedule(optimizer, steps),
-        evaluate=byte_transformer.evaluate,
-        name="byte_transformer",
+        evaluate=module.evaluate,
+        name=model,
     )
     strategy, _, moments = scheme.partition("@")
     cluster = Cluster(n, task.parameters(), STEP_S, BYTES_PER_S, LATENCY_S, seed=seed)
@@ -209,7 +227,11 @@ def main() -> None:
     """Train what is missing, then print and draw."""
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "runs.json"
+    file = options.out / (
+        "runs.json" if options.model == "transformer" else f"{options.model}.json"
+    )
+    if options.model == "acoustic" and not options.table:
+        prepare_data.named("easy", quick=False)
     grid = itertools.product(
         options.n,
         options.batch,
@@ -220,12 +242,13 @@ def main() -> None:
         [options.steps],
     )
     cells = [] if options.table else list(grid)
-    runs = perform(file, cells, NAMES, trained, options.jobs)
+    train_one = functools.partial(trained, options.model)
+    runs = perform(file, cells, NAMES, train_one, options.jobs)
     if not runs:
         raise Problem(f"{file} holds no runs. Leave --table out.")
     found = by_scheme(one for one in runs if one["steps"] == options.steps)
     print(table(found))
-    draw(found, options.out / "moments.png")
+    draw(found, file.with_name("moments.png" if file.stem == "runs" else f"{file.stem}.png"))
 
 
 if __name__ == "__main__":
