@@ -39,6 +39,7 @@ __all__ = [
     "JoinServer",
     "JoiningSuperLearner",
     "join_server",
+    "listener",
     "open_listener",
     "open_own_listener",
 ]
@@ -260,7 +261,12 @@ class JoinServer:
             self._secret = secret or new_secret()
             self._listener = Listener(address, self._secret, self._enter, failure_s)
             self._place = f"[{address}]" if ":" in address else address
-        return f"{self._place}:{self._listener.port}"
+        return self.address
+
+    @property
+    def address(self) -> str:
+        """The listener's address as host:port; "" if it is not open."""
+        return f"{self._place}:{self._listener.port}" if self._listener is not None else ""
 
     def _enter(self, conversation: Conversation) -> None:
         request: JoinRequest = conversation.receive(_REQUEST_S)
@@ -358,6 +364,13 @@ def _close() -> None:
     if _join_server is not None:
         _join_server.close()
         _join_server = None
+
+
+def listener(world: World) -> str:
+    """Return the address of this learner's listener, if others can know its secret; else ""."""
+    if _join_server is None or world.config.join_secret_file is None:
+        return ""
+    return _join_server.address
 
 
 def open_listener(world: World) -> None:

@@ -33,7 +33,7 @@ from hvd_adpsgd.strategies import (
     SynchronousGossip,
 )
 from hvd_adpsgd.torch import elastic, functions, mpi_ops
-from hvd_adpsgd.torch.admission import admit, replace_failed
+from hvd_adpsgd.torch.admission import admit, listener, replace_failed
 from hvd_adpsgd.torch.asynchronous import (
     allgather_async,
     allreduce_async,
@@ -204,6 +204,7 @@ __all__ = [
     "is_initialized",
     "is_leader",
     "join",
+    "listener",
     "local_rank",
     "local_size",
     "log",

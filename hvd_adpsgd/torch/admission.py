@@ -15,7 +15,7 @@ import torch
 from hvd_adpsgd.engine.admission import Joiner, Member
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
-from hvd_adpsgd.joining import joining, reconnect
+from hvd_adpsgd.joining import candidates, joining, reconnect
 from hvd_adpsgd.joining.candidates import (
     JoiningSuperLearner,
     JoinOffer,
@@ -37,7 +37,7 @@ from hvd_adpsgd.training.pause import averaging_paused, resume
 from hvd_adpsgd.training.presence import held, live, order_as, renumber
 from hvd_adpsgd.training.sharded import reshard
 
-__all__ = ["admit", "replace_failed"]
+__all__ = ["admit", "listener", "replace_failed"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -115,6 +115,15 @@ def admit(
 
 
 replace_failed = admit  # the former name of admit
+
+
+def listener() -> str:
+    """Return the address, host:port, at which super learners can join here, for their HVD_ADPSGD_JOIN.
+
+    Leaders of a job with HVD_ADPSGD_JOIN_SECRET_FILE have one, joining ones once they have joined. On other
+    learners it is "".
+    """
+    return candidates.listener(worlds.current())
 
 
 # ---- on learners of the job --------------------------------------------------------------------------

@@ -154,7 +154,11 @@ def test_a_job_of_one_super_learner_becomes_one_of_two(
     size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(np)}
     told = launches.start_job(2, launcher, of=np, told=size)
     launches.start(1, None, told, "--size", 2)
-    require_grown(launches.facts(), [2], np + 1, leaders=(0, np))
+    facts = launches.facts()
+    require_grown(facts, [2], np + 1, leaders=(0, np))
+    first, *mates, joined = [each["listener"] for each in facts]
+    assert first == told["HVD_ADPSGD_JOIN"] and not any(mates)
+    assert f"others can join here too: HVD_ADPSGD_JOIN={joined}\n" in launches.errors(1)
 
 
 @pytest.mark.extended

@@ -177,6 +177,7 @@ def main() -> None:
         "sum": hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item(),
         "slowest_s": slowest_s,
         "epolls": (watched, epolls()),
+        "listener": hvd.listener(),
         "averagings": hvd.metrics()["exchanges"] + hvd.metrics()["means"],
     }
     with open(1, "wb", closefd=False) as out:  # os.write may write a part only
