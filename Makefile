@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging soak storm virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages docs clean
+.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging soak storm virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -126,6 +126,10 @@ wheel: $(STAMPS)/wheel  ## dist/: an sdist, and from it a wheel for Python 3.11 
 test-packages: venv  ## wheel and sdist in empty environments, on each Python that is here (minutes)
 	@$(PY) -m pytest -n0 -m extended tests/packages $(ARGS)
 
+test-schedulers: venv $(STAMPS)/schedulers  ## a Ray cluster, submitit, the schemas of Kubernetes (minutes)
+	@$(PY) -m pytest -n0 -m "extended or not extended" \
+	  $(or $(ARGS),tests/mpi/test_ray.py tests/mpi/test_submitit.py tests/unit/test_manifests.py)
+
 docs: $(STAMPS)/docs  ## the documentation as a site, in out/site
 	@echo "== docs: mkdocs build --strict"
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet $(ARGS)
@@ -188,6 +192,11 @@ $(STAMPS)/examples: $(wildcard requirements-examples.txt) $(STAMPS)/packages
 $(STAMPS)/wheel: requirements-wheel.txt $(STAMPS)/packages
 	@echo "== venv: installing requirements-wheel.txt"
 	@$(LOCK) $(PIP) install $(QUIET) -r requirements-wheel.txt
+	@touch $@
+
+$(STAMPS)/schedulers: requirements-schedulers.txt $(STAMPS)/packages
+	@echo "== venv: installing requirements-schedulers.txt"
+	@$(LOCK) $(PIP) install $(QUIET) -r requirements-schedulers.txt
 	@touch $@
 
 $(STAMPS)/docs: requirements-docs.txt | $(STAMPS)/created
