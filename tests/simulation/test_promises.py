@@ -174,9 +174,15 @@ def test_replacements_and_faults_break_no_promise(seed: int) -> None:
         for _ in range(c.integer(1, 4)):
             at_s = scenario.steps * step_s * c.between(0, 0.5)
             number = c.integer(0, scenario.size)
-            faults += [Fault(at_s * c.between(0.5, 1), "crash", number), Fault(at_s, "join", number)]
+            faults += [
+                Fault(at_s * c.between(0.5, 1), "crash", number),
+                Fault(at_s, "join", number),
+            ]
         for _ in range(c.integer(0, 2)):
-            at_s, who = 2 * scenario.steps * step_s * c.between(0, 0.5), c.integer(0, scenario.size + 1)
+            at_s, who = (
+                2 * scenario.steps * step_s * c.between(0, 0.5),
+                c.integer(0, scenario.size + 1),
+            )
             kind = c.choose(("crash", "stop"))
             faults.append(Fault(at_s, kind, who, (), 5 * step_s if kind == "stop" else 0.0))
         steps = max(scenario.steps, 40)

@@ -283,7 +283,7 @@ class _DiLoCoRun(_LockStepRun):
 
     @torch.no_grad()
     def meet(self, trained: set[int]) -> None:
-        """An outer step with the models of these. All begin with its model, replacements with new optimizers."""
+        """An outer step with these models. All begin with its model; replacements have new optimizers."""
         self._kept += self._samples_of(trained)
         self._before = [learner.samples for learner in self._learners]
         if not trained:

@@ -40,7 +40,9 @@ OF = {  # option: the modes that it belongs to
     "keep": ("seeds",),
     "workers": ("seeds",),
     **dict.fromkeys((*PLAN_DEFAULTS, "json", "figure", "calibration", "super_learners"), PLANS),
-    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault", "moments", "replace_after"), ("train",)),
+    **dict.fromkeys(
+        (*TRAIN_DEFAULTS, "steps", "compare", "fault", "moments", "replace_after"), ("train",)
+    ),
 }
 
 
