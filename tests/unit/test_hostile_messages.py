@@ -27,7 +27,7 @@ from tests.unit.test_handshake import mutated
 CONTROL, AGREEMENT = 1, 2  # channels
 COUNT = -3  # ... of a head that confirms messages
 ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT = range(1, 10)
-MESSAGE = struct.Struct("=5i4xQdq")  # Message of core.pxd
+MESSAGE = struct.Struct("=6iQdq")  # Message of core.pxd
 HEAD = struct.Struct("=2i")
 REPORT_OF = struct.Struct("=qii200s")  # Report of reports.pxd
 REPORTS = 16  # in one message
@@ -106,7 +106,7 @@ class Job:
 
     def settle(self, number: int) -> None:
         """Until engine 0 has read all that it was sent: a report with this number comes behind."""
-        head = MESSAGE.pack(REPORT, 0, 1, 0, 0, self.members[0].fingerprint, WEIGHT, 0)
+        head = MESSAGE.pack(REPORT, 0, 1, 0, 0, 0, self.members[0].fingerprint, WEIGHT, 0)
         self.send(CONTROL, head + REPORT_OF.pack(number, BROKEN, 1, b"x"))
         self.until(lambda: self.members[0].loop.reports().get(BROKEN, (0,))[0] == number)
 
@@ -135,7 +135,7 @@ def templates(member: Member, draw: random.Random) -> bytes:
     kind = draw.choice([ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT])
     count = draw.randint(1, REPORTS) if kind == REPORT else draw.randint(0, member.chunks)
     number = draw.randint(0, MEMBERS) if kind in (BYE, NEWS, BYE_SEEN) else draw.randrange(2**30)
-    head = MESSAGE.pack(kind, number, count, 0, 0, member.fingerprint, WEIGHT, 0)
+    head = MESSAGE.pack(kind, number, count, 0, 0, draw.randint(0, count), member.fingerprint, WEIGHT, 0)
     if kind == REPORT:
         return head + b"".join(draw.randbytes(REPORT_OF.size) for _ in range(count))
     return head + (bytes(1) if kind in (BYE, NEWS) else b"")
@@ -272,6 +272,6 @@ def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -0.5, 2.0])
 def test_a_weight_that_no_strategy_has_is_ignored(job: Job, weight: float) -> None:
     engine = job.members[0]
-    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, engine.fingerprint, weight, 0))
+    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, engine.fingerprint, weight, 0))
     job.until(lambda: engine.loop.malformed()[0] == 1)
     assert engine.loop.fault()[0] == 0

@@ -45,6 +45,7 @@ cdef struct Message:
     int nchunks
     int first               # in ASK: index of the first chunk of the exchange
     int generation
+    int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
     uint64_t fingerprint
     double weight
     int64_t round
@@ -113,6 +114,7 @@ cdef struct Exchange:
     int first               # index of the first chunk; after the model's last chunk follows chunk 0
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
+    bint whole              # the two sides agreed on all chunks
     int next                # the first chunk that is not yet begun; counts from `first`
     int done
     int channel
@@ -141,7 +143,6 @@ cdef struct Pairs:
     int wire_type           # element type of chunks on the wire, -1: the model's element type
     int bits                # 4 or 8: chunks go over the wire in so many bits per element; 0: as wire_type
     bint offered_only
-    double share            # fraction of the model's chunks that one exchange moves
     double deadline_s
     int64_t lane_nbytes
     int64_t room            # bytes of a private buffer: with few bits, also for the steps of a chunk's blocks
@@ -153,6 +154,8 @@ cdef struct Pairs:
     int serving             # peer of our passive exchange, or NOBODY
     int number              # number of our last ASK
     int64_t windows         # how many of our ASKs were answered with YES; each moves one window of chunks
+    int64_t position        # where the next window begins, in chunks; modulo the model's
+    double busy_from        # since when an exchange has run without a break; 0: none runs
     double ask_after
     double retry_s
     # buffers

@@ -21,7 +21,7 @@ With rounds the trainer chooses the peer to ask; an engine answers NO to an ASK 
 from libc.math cimport ceil
 from libc.stdint cimport int64_t
 
-from hvd_adpsgd.engine.control cimport send_ask, send_control
+from hvd_adpsgd.engine.control cimport send_control, send_window
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.departures cimport answer, departed_in, note_answer
 from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
@@ -152,7 +152,7 @@ cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
 
 cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = find(e, peer)
-    cdef int total = min(m.nchunks, generation(e).nchunks)
+    cdef int total = min(m.nchunks, generation(e).nchunks), window
     if not serves(e, peer, x, m):
         add(&e.mailbox.counters.declined, 1)
         send_control(e, peer, NO, m.exchange, 0)
@@ -165,8 +165,9 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
         return
     e.pairs.serving = peer
     x.first = m.first
-    send_control(e, peer, YES, m.exchange, total)
-    begin(e, x, m.exchange, total, False)
+    window = min(m.window, share_of(e, total))
+    send_window(e, peer, YES, m.exchange, total, m.first, window)
+    begin(e, x, m.exchange, total, window, False)
 
 
 cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
@@ -175,8 +176,8 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
-    e.pairs.windows += 1
-    begin(e, x, m.exchange, m.nchunks, True)
+    move_on(&e.pairs, m.window)
+    begin(e, x, m.exchange, m.nchunks, m.window, True)
 
 
 cdef void handle_no(Core* e, int peer, Message* m) noexcept nogil:
@@ -209,20 +210,22 @@ cdef int channel_of(int number, bint upper_asks) noexcept nogil:
     return DATA + 4 * (number % NUMBERS) + (1 if upper_asks else 0)
 
 
-cdef int share_of(Pairs* p, int total) noexcept nogil:
-    """Return how many of `total` chunks one exchange moves: at least one."""
-    return min(total, max(1, <int>ceil(p.share * total - 1e-9)))
+cdef int share_of(Core* e, int total) noexcept nogil:
+    """Return how many of `total` chunks this side moves in one exchange at most: at least one.
+
+    The two sides may have different shares: an exchange moves the smaller number, which YES names."""
+    return min(total, max(1, <int>ceil(e.mailbox.orders.share * total - 1e-9)))
 
 
-cdef int next_window(Pairs* p, int total) noexcept nogil:
-    """Return the first chunk of our next exchange: one window further, so that each chunk has its turn.
+cdef void move_on(Pairs* p, int window) noexcept nogil:
+    """Let our next window begin behind one of `window` chunks, so that each chunk has its turn.
 
     After each pass through the schedule it skips one window: else a peer could always get the same chunks."""
-    cdef int64_t turns = p.windows + p.windows // max(1, p.schedule_length)
-    return <int>(turns * share_of(p, total) % max(1, total))
+    p.windows += 1
+    p.position += window if p.windows % max(1, p.schedule_length) else 2 * window
 
 
-cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexcept nogil:
+cdef void begin(Core* e, Exchange* x, int number, int total, int window, bint active) noexcept nogil:
     cdef int i
     if not allocate(e, x):
         latch(&e.mailbox, FAULT_MEMORY, 0, x.peer)
@@ -236,7 +239,8 @@ cdef void begin(Core* e, Exchange* x, int number, int total, bint active) noexce
     x.number = number
     x.total = total
     x.first %= max(1, total)
-    x.nchunks = share_of(&e.pairs, total)
+    x.nchunks = window
+    x.whole = window == total
     x.next = 0
     x.done = 0
     x.channel = channel_of(number, active == (e.wire.rank > x.peer))
@@ -254,7 +258,7 @@ cdef bint advance_pairs(Core* e) noexcept nogil:
 
     Also publishes the step of the oldest snapshot in flight, for the trainer."""
     cdef Exchange* x = e.pairs.running
-    cdef bint moved = False
+    cdef bint moved = False, busy = False
     cdef int64_t oldest = NO_STEP
     e.pairs.changing = False
     while x != NULL:
@@ -264,10 +268,22 @@ cdef bint advance_pairs(Core* e) noexcept nogil:
             moved |= advance(e, x)
         if x.phase == RUNNING and not x.parked:
             oldest = min(oldest, oldest_step(x))
+            busy = True
         x = x.next_one
     sweep(&e.pairs)
+    keep_busy(e, busy)
     store(&e.mailbox.in_flight_step, oldest)
     return moved
+
+
+cdef void keep_busy(Core* e, bint busy) noexcept nogil:
+    """Count the time in which exchanges run; that of a long one as it passes, for the trainer."""
+    cdef double t
+    if busy or e.pairs.busy_from > 0:
+        t = now(e)
+        if e.pairs.busy_from > 0:
+            add_double(&e.mailbox.counters.busy_s, t - e.pairs.busy_from)
+        e.pairs.busy_from = t if busy else 0
 
 
 cdef bint advance(Core* e, Exchange* x) noexcept nogil:
@@ -367,7 +383,7 @@ cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
     """Return the elements of the model divided by those of this exchange; 1 if it was to move all chunks."""
     cdef int64_t elements = 0
     cdef int c
-    if share_of(&e.pairs, x.total) == x.total:
+    if x.whole:
         return 1.0
     for c in range(x.total):
         elements += memory_elements(e.memory, c)
@@ -431,7 +447,7 @@ cdef bint due(Core* e, Orders* orders) noexcept nogil:
 cdef bint ask_if_due(Core* e) noexcept nogil:
     cdef Exchange* x
     cdef Pairs* p = &e.pairs
-    cdef int peer = e.mailbox.orders.wanted
+    cdef int peer = e.mailbox.orders.wanted, total
     if not due(e, &e.mailbox.orders):
         return False
     peer = peer if peer != NOBODY else choose(e)
@@ -440,10 +456,11 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
         p.ask_after = now(e) + RETRY_LAST_S
         return False
     p.number = (p.number + 1) & 0x3FFFFFFF
-    x.first = next_window(p, generation(e).nchunks)
+    total = generation(e).nchunks
+    x.first = <int>(p.position % max(1, total))
     become(e, x, ASKED)
     x.active = True
     x.number = p.number
     p.asking = peer
-    send_ask(e, peer, x.number, x.first)
+    send_window(e, peer, ASK, x.number, total, x.first, share_of(e, total))
     return True

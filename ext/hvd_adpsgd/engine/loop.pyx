@@ -290,6 +290,7 @@ cdef class Loop:
         p.given.step = -1
         p.given.fit = True
         p.given.wanted = NOBODY
+        p.given.share = 1.0
         p.orders = p.given
         p.in_flight_step = NO_STEP
         p.met = <uint32_t*>calloc(n, sizeof(uint32_t))
@@ -442,10 +443,13 @@ cdef class Loop:
             raise MemoryError("no memory for the averaging engine")
 
     def move_share(self, double share):
-        """Set the fraction of the model's chunks that an exchange moves, in (0, 1]; before start.
+        """Set the fraction of the model's chunks that the next exchanges move, in (0, 1].
 
-        All engines must set the same fraction."""
-        self.core.pairs.share = share
+        Where the two sides of an exchange have different fractions, it moves the smaller one."""
+        cdef Core* e = &self.core
+        pthread_mutex_lock(&e.mailbox.gate)
+        e.mailbox.given.share = share
+        pthread_mutex_unlock(&e.mailbox.gate)
 
     def share_reports(self, double every_s):
         """Exchange reports with peers, a message every `every_s` seconds; before start."""

@@ -90,6 +90,7 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     double square
     double last_square
     double exchange_s
+    double busy_s           # time in which at least one exchange ran with a peer that was not silent
     int64_t means
     double mean_s
     double mean_square      # squared distance of our model to the last mean
@@ -104,6 +105,7 @@ cdef struct Orders:         # what the trainer wants
     int64_t round           # number of the round; ASKs of another round get a NO
     int64_t step
     double credit           # how many exchanges are due
+    double share            # fraction of the model's chunks that an exchange moves; at most
     double leave_within     # s; upper bound of leave_deadline_s when the engine leaves; 0: none
 
 cdef struct Mailbox:

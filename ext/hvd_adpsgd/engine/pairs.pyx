@@ -102,7 +102,6 @@ cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept:
     p.asking = p.serving = NOBODY
     p.retry_s = RETRY_FIRST_S
     p.lanes = LANES
-    p.share = 1.0
     p.schedule_length = length
     p.schedule = <int*>calloc(max(1, length), sizeof(int))
     if p.schedule == NULL:
