@@ -19,6 +19,7 @@ class Job:
     happened: int
     halted: bool
     leave_deadline_s: float
+    steer: Callable[[Job, int], object] | None
     story: list[tuple[float, int, str]] | None
     timeline: list[tuple[int, int | str, float, float, dict[str, Any]]] | None
     def __init__(

@@ -54,7 +54,7 @@ STRATEGIES = (
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
 # faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
-_RARE = ("suspect", "join", "break")
+_RARE = ("suspect", "join", "break", "link", "share")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
@@ -90,6 +90,11 @@ LEARNER_BOUNDS: dict[str, Bound] = {
     "node_s": TIME,
     "deadline_s": TIME,
 }
+VALUES: dict[str, Bound] = {
+    "slow": (1e-3, 1e6),
+    "link": BOUNDS["bytes_per_s"],
+    "share": BOUNDS["share"],
+}
 LEARNERS: Bound = (1, 4096)
 REPLAYED = "Pass what `simulate` has printed, or correct it."
 
@@ -105,7 +110,9 @@ class Fault:
             failed super learner or the next free one. Its process has the next free number.
         peers: for cut, sever, suspect and break: the other super learner; for partition: the super learners
             on the same side as `who`.
-        value: for stop, cut, sever, partition and break: seconds; for slow: how many times slower.
+        value: for stop, cut, sever, partition and break: seconds; for slow: how many times slower; for link:
+            bytes per second from then on; for share: the share of the model that its exchanges move from then
+            on.
     """
 
     at_s: float
@@ -122,7 +129,7 @@ class Fault:
             return (self.peers, self.value)
         if self.kind == "suspect":
             return self.peers
-        return (self.value,) if self.kind in ("stop", "slow") else ()
+        return (self.value,) if self.kind in ("stop", "slow", "link", "share") else ()
 
 
 @dataclass(frozen=True)
@@ -346,7 +353,7 @@ def _one_of(what: str, name: str, names: Iterable[str]) -> None:
 def _check_fault(where: str, fault: Fault, n: int) -> None:
     """Raise ConfigError unless the fault strikes one of n processes during the run, with valid arguments."""
     _one_of(f"{where}: kind", fault.kind, FAULTS)
-    value: Bound = (1e-3, 1e6) if fault.kind == "slow" else TIME
+    value = VALUES.get(fault.kind, TIME)
     in_bounds(where, fault, {"at_s": TIME, "who": (0, n - 1), "value": value}, REPLAYED)
     for peer in fault.peers:
         in_bound(f"{where}: a peer", peer, (0, n - 1), REPLAYED)

@@ -49,7 +49,11 @@ cdef double message_s(JobState job):
     """Return the longest time of a message, in seconds; in a stream it waits behind earlier chunks."""
     cdef Rules* rules = &job.net.rules
     cdef double late = LATE * ((rules.late > 0) + (rules.late_control > 0))
-    cdef double chunks = job.given[0]["lane_nbytes"] * rules.bytes_scale / rules.bytes_per_s
+    cdef double slowest = rules.bytes_per_s
+    cdef int i
+    for i in range(job.n):
+        slowest = min(slowest, job.net.links[i].bytes_per_s)
+    cdef double chunks = job.given[0]["lane_nbytes"] * rules.bytes_scale / slowest
     return rules.latency_s * (1 + rules.jitter + late) + (BEFORE * chunks if job.net.streams != NULL else 0.0)
 
 

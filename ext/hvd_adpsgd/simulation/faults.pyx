@@ -14,7 +14,7 @@ from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, Job
 from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 
 FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
-          "suspect", "join", "break")
+          "suspect", "join", "break", "link", "share")
 
 cdef double UNKNOWN_S = 5.0         # longest time from the end of an engine to the end of its process
 cdef double UNREACHED_S = 2.5       # a peer that has been dialed for longer counts as failed
@@ -35,6 +35,8 @@ cdef enum:
     SUSPICION = 11
     JOIN = 12
     BREAK = 13
+    LINK = 14
+    SHARE = 15
 
 
 cdef int struck(JobState job, int which) except -1:
@@ -77,6 +79,10 @@ cdef int struck(JobState job, int which) except -1:
         a.extend_at = a.step + (a.doing != MEET)
     elif kind == SUSPICION and job.means is None:
         suspected(job, who, job.seats[arguments[0]])
+    elif kind == LINK:
+        job.net.links[who].bytes_per_s = arguments[0]
+    elif kind == SHARE:
+        job.loops[who].move_share(arguments[0])
     elif kind == BREAK:
         break_connections(job, process, arguments[0], arguments[1])
     return 0

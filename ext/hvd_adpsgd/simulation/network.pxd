@@ -68,6 +68,7 @@ cdef struct Link:           # the network as one engine sees it
     int news                # how many of them next_failed has not yet returned
     bint woken              # a transfer of the engine has completed since its last turn
     double free_at          # when its outgoing link is free
+    double bytes_per_s      # speed of that link
     int64_t sent_bytes      # bytes sent so far, those that wait for the link included
     int64_t sent_messages
 

@@ -90,7 +90,7 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
     cdef double cut = cut_until(net, net.links[m.src].process, net.links[m.dst].process)
     cdef Envelope** end = &net.links[m.dst].coming
     if m.channel >= DATA:                   # small messages do not wait for the chunks on the link
-        link.free_at = starts + m.nbytes * net.rules.bytes_scale / net.rules.bytes_per_s
+        link.free_at = starts + m.nbytes * net.rules.bytes_scale / link.bytes_per_s
         starts = link.free_at
     else:
         starts = net.now_s
@@ -465,7 +465,7 @@ cdef double last_arrival(Net* net, int src, int dst) noexcept nogil:
 cdef int64_t bytes_sent(Net* net, int who) noexcept nogil:
     """Return the bytes that have left an engine's link; bytes that wait for the link do not count."""
     cdef Link* link = &net.links[who]
-    cdef double waiting = max(0.0, link.free_at - net.now_s) * net.rules.bytes_per_s
+    cdef double waiting = max(0.0, link.free_at - net.now_s) * link.bytes_per_s
     return link.sent_bytes - <int64_t>min(waiting, <double>link.sent_bytes)
 
 
@@ -559,6 +559,7 @@ cdef class Network:
         cdef Link* link = &self.net.links[at]
         link.net = &self.net
         link.first, link.size, link.process = first, size, process
+        link.bytes_per_s = self.net.rules.bytes_per_s
 
     def messages(self):
         """Return the trace: [(sent at, arrives at, from process, to process, channel, bytes, kind, number)].

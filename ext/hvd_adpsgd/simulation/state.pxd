@@ -137,6 +137,7 @@ cdef class JobState:
     cdef int max_staleness      # 0: no bound
     cdef double reports_s       # 0: no reports
     cdef double exchange_share
+    cdef public object steer    # called with (job, engine) after each offer, to change its share; or None
     cdef bint checks
     cdef public object story    # of a traced job: [(seconds, process, event)]
     cdef public object timeline # of a traced job: [(process, kind or text, began, ended, numbers)]

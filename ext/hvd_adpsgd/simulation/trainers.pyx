@@ -137,6 +137,8 @@ cdef void offer(JobState job, int i, bint fit):
         job.tell(i, f"offers step {a.step}")
         job.timeline.append((a.process, "step", a.step_began, job.net.now_s, {"step": a.step}))
         a.step_began = job.net.now_s
+    if job.steer is not None:
+        job.steer(job, i)
     job.turn_at(i, job.net.now_s + between(&job.chance, 0, 50e-6))
 
 

@@ -65,17 +65,24 @@ def failures(text: str) -> float:
 def fault(text: str) -> Fault:
     """Return the fault that a text like "crash,3,20s", "slow,0,5s,10" or "sever,1,5s,2s,4" means.
 
-    That is KIND,SUPER LEARNER,TIME[,VALUE[,PEER...]]; the value is a factor for slow, a time for other kinds.
+    That is KIND,SUPER LEARNER,TIME[,VALUE[,PEER...]]; the value is a factor for slow, a bandwidth for link, a
+    share for share, a time for other kinds.
     """
     kind, *rest = text.split(",")
     try:
         who, at, *values = rest
         value = 0.0
         if values:
-            value = float(values[0]) if kind == "slow" else seconds(values[0])
+            value = _value(kind, values[0])
         return Fault(seconds(at), kind, int(who), tuple(map(int, values[1:])), value)
     except ValueError:
         raise ConfigError(
             f"bad --fault {text!r}: allowed is KIND,SUPER_LEARNER,TIME[,VALUE[,PEER...]]. Pass crash,3,20s, "
             "for instance."
         ) from None
+
+
+def _value(kind: str, text: str) -> float:
+    if kind == "link":
+        return _number(text, _RATES, "--fault link", "10Mb/s")
+    return float(text) if kind in ("slow", "share") else seconds(text)
