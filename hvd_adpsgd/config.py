@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["PREFIX", "REPLACES", "Config", "Option", "OptionRow"]
+__all__ = ["FIRST_SHARE", "PREFIX", "REPLACES", "Config", "Option", "OptionRow"]
 
 PREFIX = "HVD_ADPSGD_"
 # Not an option: this variable holds the super_rank of the failed super learner that a replacement replaces.
 REPLACES = "HVD_ADPSGD_JOIN_AS"
+FIRST_SHARE = 1 / 16  # with exchange_share=auto, before anything was measured
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Option:
         low_open: whether `low` itself is not allowed.
         off: whether 0 is allowed too, although it is below `low`.
         choices: the allowed words (compared without case) of a str; () for any text.
+        word: a word (compared without case) that is allowed in place of a number.
         optional: whether None is allowed; in the environment an empty string or "none".
         same: whether all learners of a job need the same value; init() compares it.
     """
@@ -49,6 +51,7 @@ class Option:
     low_open: bool = False
     off: bool = False
     choices: tuple[str, ...] = ()
+    word: str | None = None
     optional: bool = False
     same: bool = True
 
@@ -57,6 +60,7 @@ class Option:
         """The allowed values as text, for the documentation's table and for error messages."""
         words = self._choices_text() if self.kind is str else self._interval_text()
         words = f"{words}, or 0" if self.off else words
+        words = f"{self.word}, or {words}" if self.word else words
         return f"{words}, or None" if self.optional else words
 
     def _choices_text(self) -> str:
@@ -73,6 +77,8 @@ class Option:
         """Whether the option allows a value, which has the option's type; NaN is never allowed."""
         if self.kind is str:
             return value in self.choices if self.choices else bool(value)
+        if isinstance(value, str):
+            return value == self.word
         if self.off and value == 0:
             return True
         above = value > self.low if self.low_open else value >= self.low
@@ -86,6 +92,8 @@ class Option:
         """
         if isinstance(value, bool):
             raise TypeError("a truth value")
+        if isinstance(value, str) and value.lower() == self.word:
+            return self.word
         if self.kind is int:
             return operator.index(value)
         if self.kind is float:
@@ -104,6 +112,8 @@ class Option:
         text = text.strip()
         if self.optional and text.lower() in ("", "none"):
             return None
+        if text.lower() == self.word:
+            return self.word
         return self.kind(text)
 
 
@@ -160,11 +170,22 @@ class Config:
         low_open=True,
         high=64,
     )
-    exchange_share: float = _option(
+    exchange_share: float | str = _option(
         1.0,
         float,
         "of the model",
-        "share of the model that an exchange moves: that many of its chunks, in turn",
+        "share of the model that an exchange moves: that many of its chunks, in turn; auto: chosen by "
+        "max_overhead",
+        low=0,
+        low_open=True,
+        high=1,
+        word="auto",
+    )
+    max_overhead: float = _option(
+        0.03,
+        float,
+        "of a step",
+        "with exchange_share=auto: most that exchanges may cost",
         low=0,
         low_open=True,
         high=1,
@@ -426,6 +447,16 @@ class Config:
         for name, option in _options().items():
             # object.__setattr__ because the dataclass is frozen: each field gets its converted, checked value
             object.__setattr__(self, name, _checked(name, option, getattr(self, name)))
+
+    @property
+    def first_share(self) -> float:
+        """The share of the model that the first exchanges move; with a number, also all others."""
+        return FIRST_SHARE if isinstance(self.exchange_share, str) else self.exchange_share
+
+    @property
+    def chooses_share(self) -> bool:
+        """Whether each super learner chooses the share of its exchanges (exchange_share="auto")."""
+        return isinstance(self.exchange_share, str)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:

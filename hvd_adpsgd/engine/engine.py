@@ -165,7 +165,7 @@ class Engine:
             config.chunk_kib * 1024,
             config.timeline is not None,
         )
-        loop.move_share(config.exchange_share)
+        loop.move_share(config.first_share)
         if config.report_s > 0:
             loop.share_reports(config.report_s)
         return loop
@@ -355,6 +355,11 @@ class Engine:
         if self.loop is not None:
             self.loop.pause(False)
 
+    def move_share(self, share: float) -> None:
+        """Let the next exchanges move this share of the model, at most: the peer may want a smaller one."""
+        if (loop := self.loop) is not None:
+            loop.move_share(share)
+
     # ---- failures ----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -411,6 +416,11 @@ class Engine:
         if (loop := self.loop) is None:
             return self._final or self._metrics.read(None)
         return self._metrics.read(self._counted(loop), loop.cpu_s())
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the engine's thread; 0 without one."""
+        return 0.0 if (loop := self.loop) is None else loop.cpu_s()
 
     def counters(self) -> dict[str, Any] | None:
         """Return the counters of the engine's thread, exchanges by super_rank; None on non-leaders."""

@@ -98,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     averaging: Strategy | str | None = None,
     exchanges_per_step: float | None = None,
-    exchange_share: float | None = None,
+    exchange_share: float | str | None = None,
     max_staleness: int | None = None,
     wire_dtype: str | None = None,
     moments: str | None = None,
@@ -128,7 +128,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         exchanges_per_step: average number of exchanges per step in which a super learner takes part,
             active and passive together; default 1.
         exchange_share: in (0, 1]: fraction of the model's chunks per exchange; successive exchanges
-            cycle through the model. The mean stays exact. Default 1.
+            cycle through the model. The mean stays exact. "auto": each super learner chooses the fraction
+            so that averaging costs at most HVD_ADPSGD_MAX_OVERHEAD of its steps. Default 1.
         max_staleness: steps; step() waits (at most deadline_s) rather than apply a correction from
             an older snapshot. Default: never waits.
         wire_dtype: "float16" or "bfloat16": models travel in 16 bits. "int8" or "int4": between hosts, their

@@ -247,9 +247,16 @@ def _require_joinable(strategy: Strategy, world: World) -> None:
 
 
 def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
-    """Raise ConfigError if exchange_share is set for a strategy that does not average in pairs."""
+    """Raise ConfigError if exchange_share is set for a strategy whose exchanges need whole models."""
     plan = strategy.plan(world.super_rank, world.super_size)
-    if world.super_size > 1 and plan.averages_all and plan.width == 0 and config.exchange_share < 1:
+    if world.super_size == 1 or strategy.averages == "nothing":
+        return
+    if config.chooses_share and not strategy.is_gossip:
+        raise ConfigError(
+            f"exchange_share=auto with averaging={strategy.spec()}, which is more than gossip. Leave "
+            "exchange_share out, or use random_pairs, fixed_ring or random_ring."
+        )
+    if plan.averages_all and plan.width == 0 and config.first_share < 1:
         raise ConfigError(
             f"exchange_share={config.exchange_share:g} with averaging={strategy.spec()}: a mean of "
             "all is one of whole models. Leave exchange_share out, or use a strategy of pairs."

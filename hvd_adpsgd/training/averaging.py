@@ -19,6 +19,7 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.training.auto_share import AutoShare
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.parameters import AveragingSpec
@@ -49,6 +50,7 @@ class Averaging:
         restart: whether the rule resets to the model at the next step.
         tensors: the averaged tensors, and the engine's memory for them.
         engines: makes, replaces and stops the engine.
+        share: chooses the share of the model that exchanges move; None where it is given.
         order: checks the order of steps and operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: functions that `stop` calls.
@@ -67,8 +69,9 @@ class Averaging:
         self.nonfinite_step = -1  # the last step whose parameters were not finite
         self.owes_nonfinite = False
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
+        self.share = AutoShare(spec.config, world.local_size) if spec.config.chooses_share else None
         # number of exchanges of each chunk per step
-        rate = spec.config.exchanges_per_step * spec.config.exchange_share
+        rate = spec.config.exchanges_per_step * spec.config.first_share
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         if spec.moments is not None:
             self.rule = self._sharing(spec.moments)
@@ -270,6 +273,8 @@ class Averaging:
             self._offer(finite, in_step=self._steps.due)
         self._steps.end()
         self.record.end_step(self.engine)
+        if self.share is not None:
+            self.share.after_step(self.engine, self.record.counters)
         if not finite:
             _report_nonfinite(self)
 

@@ -156,6 +156,7 @@ cdef struct Pairs:
     int64_t windows         # how many of our ASKs were answered with YES; each moves one window of chunks
     int64_t position        # where the next window begins, in chunks; modulo the model's
     double busy_from        # since when an exchange has run without a break; 0: none runs
+    double pace             # seconds per chunk of our link, by the last exchange; 0 before the first one
     double ask_after
     double retry_s
     # buffers

@@ -390,6 +390,17 @@ cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
     return <double>elements / x.elements
 
 
+cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
+    """Count what an exchange has used of our link.
+
+    A peer behind a slow link lengthens an exchange as a slow link of ours does. But ours lengthens all of them:
+    an exchange counts at most twice as much per chunk as the one before."""
+    cdef Pairs* p = &e.pairs
+    cdef double each = seconds / max(1, x.nchunks)
+    p.pace = min(each, 2 * p.pace) if p.pace > 0 else each
+    add_double(&e.mailbox.counters.link_s, p.pace * x.nchunks)
+
+
 cdef void finish(Core* e, Exchange* x) noexcept nogil:
     cdef double square, ended = now(e)
     cdef Event event = [EVENT_ASKED if x.active else EVENT_SERVED, x.peer, -1, x.number, x.active, 0, x.began,
@@ -401,6 +412,7 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
         add(&e.mailbox.counters.exchanges_passive, 1)
     add(&e.mailbox.counters.bytes_sent, x.nbytes)
     add_double(&e.mailbox.counters.exchange_s, ended - x.began)
+    note_pace(e, x, ended - x.began)
     if x.elements:
         add(&e.mailbox.counters.compared, 1)
         square = x.square * of_whole_model(e, x)

@@ -183,7 +183,7 @@ cdef counters_of(Core* e):
         "chunks": load(&c.chunks), "bytes_sent": load(&c.bytes_sent),
         "bytes_received": load(&c.bytes_received), "square": load_double(&c.square), "turns": load(&c.turns),
         "square_elements": load(&c.square_elements), "last_square": load_double(&c.last_square),
-        "exchange_s": load_double(&c.exchange_s), "busy_s": load_double(&c.busy_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
+        "exchange_s": load_double(&c.exchange_s), "busy_s": load_double(&c.busy_s), "link_s": load_double(&c.link_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
         "mean_square": load_double(&c.mean_square),
         "staleness": [load(&c.staleness[i]) for i in range(HISTOGRAM)],
         "met": [load_count(&e.mailbox.met[i]) for i in range(e.wire.size)],

@@ -1,0 +1,287 @@
+"""The law of exchange_share="auto" against plants that know what an exchange costs, with seeded noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from hvd_adpsgd.config import FIRST_SHARE, Config
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.metrics import Counters
+from hvd_adpsgd.strategies.share_control import FLOOR, LINK, ShareControl, Spent
+from hvd_adpsgd.training.auto_share import AutoShare, Used, cost_s
+
+BOUND = 0.03
+GB, MB = 1.25e9, 1.25e6  # bytes/s of 10 Gb/s and of 10 Mb/s
+
+
+@dataclasses.dataclass
+class Plant:
+    """A super learner: steps of `step_s`, exchanges of a model of `nbytes`, each with noise.
+
+    Attributes:
+        model_s: what an exchange of the whole model costs its steps.
+        fixed_s: what an exchange costs whatever its share.
+        noise: standard deviation of the logarithm of each cost.
+        square: squared distance of the models in an exchange.
+    """
+
+    step_s: float = 0.1
+    model_s: float = 0.04
+    fixed_s: float = 0.0
+    nbytes: float = 4e7
+    bytes_per_s: float = GB
+    due: float = 1.0
+    noise: float = 0.3
+    square: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.control = ShareControl(BOUND, self.due)
+        self.draw = random.Random(self.seed)
+        self.spent = Spent()
+        self.credit, self.sends_s = 0.0, 0.0
+        self.costs: list[float] = []  # of each step, as a part of it
+        self.used: list[float] = []  # of the link in each step
+        self.shares: list[float] = []  # after each decision
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    def _step(self) -> None:
+        now, cost = self.spent, 0.0
+        finished, busy, left = 0, 0.0, self.step_s
+        self.credit = min(self.credit + self.due, max(self.due, 1.0))
+        while left > 0 and (self.sends_s > 0 or self.credit >= 1 - 1e-9):
+            if self.sends_s <= 0:  # an exchange keeps the share with which it began
+                self.credit -= 1
+                noise = math.exp(self.noise * self.draw.gauss(0, 1))
+                cost += noise * (self.fixed_s + self.model_s * self.control.share)
+                self.sends_s = self.nbytes * self.control.share / self.bytes_per_s
+            passed = min(left, self.sends_s)
+            self.sends_s, left, busy = self.sends_s - passed, left - passed, busy + passed
+            finished += self.sends_s <= 1e-12
+        self.spent = Spent(
+            now.steps + 1,
+            now.seconds + self.step_s,
+            now.overhead_s + cost,
+            now.busy_s + busy,
+            now.link_s + busy,
+            now.exchanges + finished,
+            now.compared + finished,
+            now.square + finished * self.square * math.exp(0.5 * self.draw.gauss(0, 1)),
+        )
+        self.costs.append(cost / self.step_s)
+        self.used.append(busy / self.step_s)
+        if self.spent.steps % 8 == 0:
+            made = self.control.decisions
+            self.control.decide(self.spent)
+            if self.control.decisions > made:
+                self.shares.append(self.control.share)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_the_cost_settles_under_its_bound(seed: int, noise: float) -> None:
+    plant = Plant(seed=seed, noise=noise)
+    plant.steps(200)
+    plant.steps(2000)
+    assert BOUND / 2 < mean(plant.costs[200:]) < BOUND
+    late = plant.shares[25:]
+    assert max(late) / min(late) < {0.0: 1.6, 0.3: 2.5, 1.0: 10}[noise]  # it does not swing
+    assert mean(plant.used[200:]) < LINK
+
+
+def test_where_exchanges_are_cheap_they_are_whole() -> None:
+    plant = Plant(model_s=1e-4)
+    plant.steps(200)
+    assert plant.shares[-20:] == [1.0] * 20
+
+
+def test_where_no_share_is_cheap_enough_the_floor_holds() -> None:
+    plant = Plant(fixed_s=0.05)
+    plant.steps(400)
+    assert plant.shares[-20:] == [FLOOR] * 20
+    plant.fixed_s = 0.0  # nothing has wound up meanwhile
+    plant.steps(80)
+    assert plant.shares[-1] > 8 * FLOOR
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_link_that_becomes_a_thousandth_and_recovers(seed: int) -> None:
+    plant = Plant(seed=seed, nbytes=1e7, model_s=0.02)
+    plant.steps(400)
+    before = plant.shares[-1]
+    plant.bytes_per_s = MB
+    plant.steps(160)  # 20 looks; the exchange under way takes a part of them
+    slow = plant.shares[-1]
+    assert slow * plant.nbytes / MB < plant.step_s * LINK
+    count = len(plant.shares)
+    plant.steps(1600)
+    assert mean(plant.used[600:]) < LINK
+    assert max(plant.shares[count:]) / min(plant.shares[count:]) < 2
+    plant.bytes_per_s = GB
+    count = len(plant.shares)
+    plant.steps(240)
+    back = plant.shares[count:]
+    assert max(back) < 2 * before  # no overshoot to speak of
+    assert min(back[12:]) > before / 2  # within 12 decisions
+
+
+def test_an_exchange_that_takes_all_day_is_waited_for() -> None:
+    """What it was decided by is not seen before it ends, so the share falls 16 times at most until then."""
+    plant = Plant(noise=0.0, model_s=1e-4)
+    plant.steps(400)
+    assert plant.control.share == 1
+    plant.bytes_per_s = 1e4  # the exchange that begins now takes more than an hour
+    plant.steps(400)
+    share = plant.control.share
+    assert 1 / 32 < share < 1 / 8
+    plant.steps(4000)
+    assert plant.control.share == share
+
+
+def test_a_rising_distance_may_spend_more_and_a_falling_one_less() -> None:
+    shares = {}
+    for per_step in (0.98, 1.0, 1.02):
+        plant = Plant(noise=0.0)
+        for _ in range(600):
+            plant.steps(1)
+            plant.square *= per_step
+        shares[per_step] = plant.shares[-1]
+        assert plant.control.budget == pytest.approx(
+            0.75 + 0.25 * ((per_step > 1) - (per_step < 1)), abs=0.1
+        )
+        assert mean(plant.costs[300:]) < 1.1 * BOUND
+    assert shares[0.98] < shares[1.0] < shares[1.02]
+
+
+def test_no_peer_is_no_news() -> None:
+    """All others have failed, or averaging pauses: no exchange begins, and none costs anything."""
+    plant = Plant()
+    plant.steps(400)
+    share, made = plant.control.share, plant.control.decisions
+    now = plant.spent
+    for k in range(1, 100):
+        plant.control.decide(now._replace(steps=now.steps + 8 * k, seconds=now.seconds + 0.8 * k))
+    assert (plant.control.share, plant.control.decisions) == (share, made)
+
+
+def test_counters_that_begin_anew_are_no_decision() -> None:
+    """An engine is replaced when a super learner joins: its counters begin at 0."""
+    plant = Plant()
+    plant.steps(400)
+    share, made = plant.control.share, plant.control.decisions
+    assert plant.control.decide(Spent(8, 0.8, 0.01, 0.1, 0.1, 8, 8, 1.0)) == share
+    assert plant.control.decisions == made
+    plant.control.decide(Spent(16, 1.6, 0.02, 0.2, 0.2, 16, 16, 2.0))
+    assert plant.control.decisions == made + 1
+
+
+def test_a_straggler_affords_more() -> None:
+    """Ten times longer steps, in which the others ask it as often as before."""
+    quick, slow = Plant(noise=0.0), Plant(noise=0.0, step_s=1.0, due=1.0)
+    quick.steps(400), slow.steps(400)
+    assert slow.shares[-1] > 4 * quick.shares[-1]
+
+
+def test_it_begins_with_a_share_that_no_link_minds() -> None:
+    control = ShareControl(BOUND, 1.0)
+    assert control.share == FIRST_SHARE
+    assert control.decide(Spent()) == FIRST_SHARE
+
+
+# ---- what exchanges cost --------------------------------------------------------------------
+
+
+def test_cost_by_hand() -> None:
+    used = Used(steps=10, seconds=1.0, pass_s=0.06, models=10, engine_s=0.02, training_s=0.5)
+    # all chunks corrected: half of the pass; two learners per core: the engine takes twice its time
+    assert cost_s(used, 0.5) == pytest.approx(0.03 + 0.04)
+    # a quarter of the chunks: 1/4 of 5/4
+    assert cost_s(used._replace(models=2.5), 0.5) == pytest.approx(0.06 * 0.2 + 0.04)
+    # four cores per learner, of which training uses an eighth
+    assert cost_s(used, 4.0) == pytest.approx(0.03 + 0.02 / 4 / 8)
+    assert cost_s(used._replace(steps=0), 1.0) == 0.0
+
+
+class FakeEngine:
+    """Counters of an engine, set by hand."""
+
+    def __init__(self, chunks: int = 64):
+        self.shares: list[float] = []
+        self.found = dict.fromkeys(
+            ("chunks", "exchanges_active", "exchanges_passive", "compared"), 0
+        ) | {"busy_s": 0.0, "link_s": 0.0, "square": 0.0}
+        self.cpu_s = 0.0
+        self.memory = type("Memory", (), {"layout": type("Layout", (), {"nchunks": chunks})})
+
+    def counters(self) -> dict[str, float]:
+        return self.found
+
+    def move_share(self, share: float) -> None:
+        self.shares.append(share)
+
+
+def trained(
+    auto: AutoShare,
+    engine: FakeEngine,
+    counters: Counters,
+    tick: Callable[[float], None],
+    steps: int,
+    step_s: float = 0.1,
+) -> None:
+    for _ in range(steps):
+        tick(step_s)
+        counters.add("collect", 0.004)
+        engine.found["chunks"] += 64 * auto.share
+        engine.found["exchanges_active"] += 1
+        engine.found["busy_s"] += 1e-3
+        engine.found["link_s"] += 1e-3
+        engine.cpu_s += 0.02 * auto.share
+        counters.end_step()
+        auto.after_step(cast(Engine, engine), counters)
+
+
+def test_a_leader_chooses_and_an_evaluation_does_not_count() -> None:
+    clock = [0.0]
+
+    def tick(seconds: float) -> None:
+        clock[0] += seconds
+
+    counters, engine = Counters(lambda: clock[0]), FakeEngine()
+    # training keeps all cores busy
+    auto = AutoShare(Config(exchange_share="auto"), 1, lambda: 1000 * clock[0])
+    trained(auto, engine, counters, tick, 400)
+    assert engine.shares[0] == FIRST_SHARE and engine.shares[-1] == auto.share
+    before, made = auto.share, auto.decisions
+    assert made > 30 and 0 < auto.overhead < 0.06 and before < 1
+    for _ in range(10):
+        tick(60.0)  # an evaluation
+        engine.cpu_s += 0.5  # the engine looks for messages meanwhile
+        trained(auto, engine, counters, tick, 40)
+    assert auto.decisions > made + 20
+    assert before / 1.3 < auto.share < 1.3 * before
+    made = auto.decisions
+    trained(auto, engine, counters, tick, 200, step_s=2.0)  # from now on steps are 20 times as long
+    assert auto.decisions > made + 15 and auto.share > before
+    other = FakeEngine()  # a super learner has joined
+    trained(auto, other, counters, tick, 1)
+    assert other.shares == [auto.share]
+
+
+def test_the_option() -> None:
+    assert Config(exchange_share="Auto").exchange_share == "auto"
+    assert Config(exchange_share="auto").first_share == FIRST_SHARE
+    assert Config(exchange_share=0.5).first_share == 0.5
+    assert not Config().chooses_share and Config(exchange_share="auto").chooses_share
