@@ -27,7 +27,9 @@ from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.job import Job
 from hvd_adpsgd.simulation.network import Network
 from hvd_adpsgd.simulation.scenario import DTYPES, WIRES, member_plans, rounds_of, schedules
+from hvd_adpsgd.simulation.steering import Steering
 from hvd_adpsgd.strategies import parse
+from hvd_adpsgd.strategies.share_control import FLOOR
 
 if TYPE_CHECKING:
     from hvd_adpsgd.simulation.job import LocalUpdates  # a protocol of the stub only
@@ -56,6 +58,7 @@ BOUNDS: dict[str, Bound] = {
     "minutes": (1e-3, 1e6),
     "rate": (1e-6, 1e6),
     "share": (1e-3, 1.0),
+    "max_overhead": (0.0, 1.0),
     "slow_factor": (1.0, 1e6),
     "failures_per_hour": (0.0, 1e6),
     "spread": (0.0, 1.0),
@@ -95,12 +98,14 @@ class Cluster:
         minutes: duration of the training.
         rate: exchanges per step.
         share: share of the model that an exchange moves.
+        max_overhead: with `exchange_share="auto"`: the option of this name; then `share` is that of the first
+            exchanges. 0: the share does not change.
         wire: format of chunks in messages, a wire_dtype; "": that of the parameters.
         max_staleness: the option of this name; 0: no bound.
         slow: number of super learners whose steps take `slow_factor` times as long.
         failures_per_hour: failure rate of one super learner; a failed super learner is not replaced.
         spread: largest relative difference of a step from `step_s`.
-        chunks: number of chunks that stand for the model; raised to 1 / share if smaller.
+        chunks: number of chunks that stand for the model; raised to 1 / the smallest share if smaller.
         deadline_s: silence after which exchanges with a peer stop until it answers.
         detect_s: time in seconds within which each peer detects a failure.
         seed: seed of all random numbers.
@@ -116,6 +121,7 @@ class Cluster:
     minutes: float = 10.0
     rate: float = 1.0
     share: float = 1.0
+    max_overhead: float = 0.0
     wire: str = ""
     max_staleness: int = 0
     slow: int = 0
@@ -139,7 +145,8 @@ class Cluster:
                 f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16, bfloat16, int8 "
                 "and int4. Leave it out to send the parameters as they are."
             )
-        object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / self.share)))
+        smallest = FLOOR if self.max_overhead else self.share
+        object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / smallest)))
         if 60 * self.minutes < self.step_s:
             raise ConfigError(
                 f"a cluster: {self.minutes:g} minutes (--minutes) are less than a step of {self.step_s:g} s "
@@ -308,6 +315,10 @@ def job_of(
         max_staleness=c.max_staleness,
         local=local,
     )
+    if c.max_overhead:
+        job.steer = Steering(
+            c.max_overhead, c.rate, c.averaging_chunk_s * c.chunks / len(models[0])
+        )
     _add(job, c, models, rounds is not None and rounds.peers is not None)
     if joining is not None:
         job.expect(functools.partial(member_plans, c.strategy), joining, most)

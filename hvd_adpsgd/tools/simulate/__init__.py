@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvd_adpsgd.config import FIRST_SHARE
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.simulation import campaign, exploration
 from hvd_adpsgd.simulation.calibration import Calibration
@@ -168,7 +169,8 @@ def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
         strategy=PLAN_DEFAULTS["strategy"] if args.train else args.strategy,
         minutes=args.minutes,
         rate=args.rate,
-        share=args.share,
+        share=args.share or FIRST_SHARE,
+        max_overhead=0.0 if args.share else args.max_overhead,
         wire=args.wire,
         max_staleness=args.max_staleness,
         slow=slow,
@@ -196,11 +198,14 @@ _FULL = 0.85  # share of a link's bytes per second from which exchanges are repo
 
 def _told_cluster(c: Cluster) -> str:
     slow = f", {c.slow} of them {c.slow_factor:g} times slower" if c.slow else ""
+    share = (
+        f"a share (at most {c.max_overhead:.1%} of a step)" if c.max_overhead else f"{c.share:g}"
+    )
     fails = f", {c.failures_per_hour:g} failures per hour of each" if c.failures_per_hour else ""
     return (
         f"{c.super_learners} super learners{slow}{fails}: {c.parameters / 1e6:g} M parameters, steps of "
         f"{c.step_s:g} s, links of {c.bytes_per_s / 1e6:g} MB/s and {1e6 * c.latency_s:g} us, {c.strategy}, "
-        f"{c.rate:g} exchanges per step of {c.share:g} of the model, {c.minutes:g} minutes, seed {c.seed}"
+        f"{c.rate:g} exchanges per step of {share} of the model, {c.minutes:g} minutes, seed {c.seed}"
     )
 
 

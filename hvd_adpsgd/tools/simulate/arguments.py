@@ -26,6 +26,7 @@ PLAN_DEFAULTS: dict[str, Any] = {
     "strategy": "random_pairs",
     "rate": 1.0,
     "share": 1.0,
+    "max_overhead": 0.03,
     "wire": "",
     "max_staleness": 0,
     "minutes": 10.0,
@@ -71,6 +72,11 @@ def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse
         if getattr(args, name) is None and (name, mode) != ("model", "train"):
             setattr(args, name, value)
     return args
+
+
+def _share(text: str) -> float:
+    """Return the share that the text means; 0 for auto."""
+    return 0.0 if text == "auto" else float(text)
 
 
 def _check_training(args: argparse.Namespace) -> None:
@@ -166,13 +172,14 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
         ("fail", str, "0.01/h", "failures of one super learner per hour"),
         ("strategy", str, "SPEC", "averaging strategy, as averaging="),
         ("rate", float, "R", "exchanges per step"),
-        ("share", float, "S", "share of the model that an exchange moves"),
+        ("share", _share, "S", "share of the model that an exchange moves, or auto"),
         (
             "wire",
             str,
             "TYPE",
             "float16, bfloat16, int8 or int4, as wire_dtype=; empty: that of the parameters",
         ),
+        ("max_overhead", float, "C", "with --share auto: as HVD_ADPSGD_MAX_OVERHEAD"),
         ("max_staleness", int, "K", "as max_staleness=, 0 for no bound"),
         ("minutes", float, "M", "minutes of training"),
         ("random_seed", int, "N", "seed of all random numbers"),

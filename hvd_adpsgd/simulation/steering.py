@@ -1,0 +1,69 @@
+"""The share of the model that simulated engines move, chosen as leaders do with `exchange_share="auto"`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvd_adpsgd.strategies.share_control import ShareControl, Spent
+
+if TYPE_CHECKING:
+    from hvd_adpsgd.simulation.job import Job
+
+__all__ = ["Choice", "Steering"]
+
+_STEPS = 8  # between two looks
+
+
+class Choice(NamedTuple):
+    """What one engine has chosen: when, which share, and what it had measured (see ShareControl)."""
+
+    at_s: float
+    engine: int
+    share: float
+    overhead: float
+    demand: float
+
+
+class Steering:
+    """Chooses the share of each engine of a job, every few steps of its trainer; see `Job.steer`.
+
+    The cost of averaging is the time of the engines: simulated trainers lose none to them.
+
+    Args:
+        bound: largest cost, as a part of the time of steps.
+        due: exchanges per step.
+        chunk_s: how long an engine works on a chunk, s.
+
+    Attributes:
+        choices: all choices so far.
+    """
+
+    def __init__(self, bound: float, due: float, chunk_s: float):
+        self._bound, self._due, self._chunk_s = bound, due, chunk_s
+        self._controls: dict[int, ShareControl] = {}
+        self._steps: Counter[int] = Counter()
+        self.choices: list[Choice] = []
+
+    def __call__(self, job: Job, i: int) -> None:
+        """Look at engine `i` after an offer of its model."""
+        self._steps[i] += 1
+        if self._steps[i] % _STEPS:
+            return
+        control = self._controls.setdefault(i, ShareControl(self._bound, self._due))
+        made, c = control.decisions, job.loop_of(i).counters()
+        share = control.decide(
+            Spent(
+                self._steps[i],
+                job.now_s,
+                c["chunks"] * self._chunk_s,
+                c["busy_s"],
+                c["link_s"],
+                c["exchanges_active"] + c["exchanges_passive"],
+                c["compared"],
+                c["square"],
+            )
+        )
+        job.loop_of(i).move_share(share)
+        if control.decisions > made:
+            self.choices.append(Choice(job.now_s, i, share, control.overhead, control.demand))

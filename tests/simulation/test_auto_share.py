@@ -1,0 +1,122 @@
+"""Shares that change while engines run, and exchange_share="auto" in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.config import FIRST_SHARE
+from hvd_adpsgd.simulation.calibration import Calibration
+from hvd_adpsgd.simulation.job import Job
+from hvd_adpsgd.simulation.planner import Cluster, job_of
+from hvd_adpsgd.simulation.scenario import Fault, Scenario, run
+from hvd_adpsgd.simulation.steering import Choice, Steering
+from hvd_adpsgd.strategies.share_control import FLOOR, LINK
+
+BOUND = 0.03
+GB, MB = 1.25e9, 1.25e6  # bytes/s of 10 Gb/s and of 10 Mb/s
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_shares_and_links_that_change_break_no_promise(first: int) -> None:
+    """Of each super learner at its own times: peers meet with other shares, and agree."""
+    met = 0
+    for seed in range(first, first + 100):
+        s, draw = Scenario.random(seed), random.Random(seed)
+        until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
+        faults = list(s.faults)
+        for _ in range(2 * s.size):
+            at_s, who = draw.uniform(0, until_s), draw.randrange(s.size)
+            faults.append(Fault(at_s, "share", who, (), draw.choice((1.0, 0.5, 0.25, 0.05))))
+        for who in range(s.size):
+            rate = s.bytes_per_s * draw.choice((0.1, 1.0, 10.0))
+            faults.append(Fault(draw.uniform(0, until_s), "link", who, (), rate))
+        job = run(replace(s, faults=tuple(faults)))
+        met += sum(count for name, count in job.met.items() if name.startswith(("share", "link")))
+    assert met > 500
+
+
+def steered(**changes: object) -> tuple[Job, Steering]:
+    """Eight super learners of 2.5 M parameters, whose steps differ by a third, at 10 Gb/s."""
+    calibration = Calibration(2e-10, 1e-9)  # an exchange of the whole model costs a tenth of a step
+    cluster = Cluster(8, 2.5e6, 0.1, GB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND, spread=0.3)
+    cluster = replace(cluster, calibration=calibration, **changes)  # type: ignore[arg-type]
+    draw = np.random.default_rng(0)
+    models = [draw.standard_normal((cluster.chunks, 8)) for _ in range(8)]
+    job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
+    assert isinstance(job.steer, Steering)
+    return job, job.steer
+
+
+def between(steering: Steering, first_s: float, last_s: float) -> list[Choice]:
+    return [choice for choice in steering.choices if first_s <= choice.at_s < last_s]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def settled(choices: list[Choice], factor: float = 3.0) -> float:
+    """The mean share, of choices that do not swing by more than a factor, and keep both bounds."""
+    shares = [choice.share for choice in choices]
+    assert max(shares) / min(shares) < factor
+    assert mean([choice.overhead for choice in choices]) < BOUND
+    assert mean([choice.demand for choice in choices]) < LINK
+    return mean(shares)
+
+
+def test_a_link_that_becomes_a_thousandth_and_recovers() -> None:
+    job, steering = steered()
+    for i in range(8):
+        job.strike(60, "link", i, MB)
+        job.strike(180, "link", i, GB)
+    job.run_for(240)
+    before = settled(between(steering, 20, 60))
+    slow = settled(between(steering, 75, 180))
+    assert FLOOR <= slow < before / 3
+    after = settled(between(steering, 195, 240))
+    assert before / 1.5 < after < 1.5 * before
+    assert max(c.share for c in between(steering, 180, 240)) < 3 * before
+
+
+def test_one_slow_link_slows_nobody_else() -> None:
+    """The share of an exchange is the smaller one, so those with a peer behind the link cost little."""
+    job, steering = steered()
+    job.strike(0, "link", 0, MB)
+    job.run_for(120)
+    late = between(steering, 40, 120)
+    slow = mean([choice.share for choice in late if choice.engine == 0])
+    others = mean([choice.share for choice in late if choice.engine != 0])
+    assert slow < others / 2
+    assert mean([choice.demand for choice in late]) < LINK
+    steps = job.summary()["steps"]
+    assert min(steps) > 0.95 * max(steps)
+
+
+def test_a_straggler_and_failures() -> None:
+    job, steering = steered()
+    job.strike(30, "slow", 0, 10.0)
+    job.strike(40, "crash", 1)
+    job.strike(50, "stop", 2, 10.0)
+    job.run_for(120)
+    before = mean([choice.share for choice in between(steering, 15, 30)])
+    late = [choice for choice in between(steering, 70, 120) if choice.engine not in (0, 1)]
+    assert {choice.engine for choice in late} == set(range(2, 8))
+    assert before / 2 < settled(late) < 2 * before
+    assert (
+        mean([choice.overhead for choice in between(steering, 70, 120) if choice.engine == 0])
+        < BOUND
+    )
+
+
+def test_few_exchanges_and_the_same_run_again() -> None:
+    job, steering = steered(rate=0.1)
+    job.run_for(200)
+    late = between(steering, 100, 200)
+    assert mean([choice.share for choice in late]) > 0.5  # each costs ten steps' bound
+    again, other = steered(rate=0.1)
+    again.run_for(200)
+    assert repr(other.choices) == repr(steering.choices)
