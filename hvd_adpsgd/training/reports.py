@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -11,7 +12,9 @@ from hvd_adpsgd.lifecycle import state_dump
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
 
-__all__ = ["metrics", "metrics_of"]
+__all__ = ["metrics", "metrics_of", "share_of"]
+
+_NO_SHARE = {"exchange_share": math.nan, "exchange_overhead": math.nan}
 
 
 def metrics() -> dict[str, Any]:
@@ -27,7 +30,8 @@ def metrics() -> dict[str, Any]:
     and declined requests for an exchange, parked peers, bytes_sent and bytes_received, staleness (chunks by
     age in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
     since the last call; NaN if no element was compared yet), peers (number of exchanges with each peer),
-    engine_cpu_s.
+    engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_overhead (what exchanges
+    cost, as a part of a step; NaN unless exchange_share="auto").
 
     Returns:
         The metrics by name; with several wrapped optimizers those of the first one, and a list of the metrics
@@ -36,7 +40,7 @@ def metrics() -> dict[str, Any]:
     every = [metrics_of(averaging) for averaging in live()]
     if not every:
         nothing = Counters(time.monotonic).to_dict()
-        every = [{**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None)}]
+        every = [{**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None), **_NO_SHARE}]
     mine = {**every[0], **usage.totals()}
     return mine if len(every) < 2 else {**mine, "optimizers": every}
 
@@ -47,7 +51,16 @@ def metrics_of(averaging: Averaging) -> dict[str, Any]:
         **averaging.record.counters.to_dict(),
         "nonfinite_steps": averaging.nonfinite_steps,
         **averaging.engine.metrics(),
+        "exchange_share": share_of(averaging),
+        "exchange_overhead": math.nan if averaging.share is None else averaging.share.overhead,
     }
+
+
+def share_of(averaging: Averaging) -> float:
+    """Return the share of the model that the next exchanges move; NaN on learners without an engine."""
+    if averaging.engine.loop is None:
+        return math.nan
+    return averaging.spec.config.first_share if averaging.share is None else averaging.share.share
 
 
 def _views() -> list[dict[str, Any]]:

@@ -167,6 +167,7 @@ def _table(found: Sequence[Row]) -> str:
         "staleness p50/p95",
         "distance",
         "exchanges/s",
+        "share",
         "MB/s",
         "loss",
     )
@@ -182,6 +183,7 @@ def _table(found: Sequence[Row]) -> str:
             f"{row.staleness_p50}/{row.staleness_p95}",
             svg.number(row.distance),
             svg.number(row.exchanges_per_s),
+            svg.number(row.share),
             svg.number(row.sent_per_s / 1e6),
             svg.number(row.loss),
         )
@@ -213,6 +215,7 @@ def _charts(run: Run) -> list[str]:
     out += [
         plots.over_time("steps per second", lambda report: report.steps_per_s),
         plots.over_time("exchanges per second", lambda report: report.exchanges_per_s),
+        plots.over_time("share of the model per exchange", lambda report: report.share),
     ]
     for title, draw in (
         ("Who exchanges with whom", lambda: _heat_map(run)),

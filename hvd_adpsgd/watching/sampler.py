@@ -27,7 +27,7 @@ class Sample:
         step: number of steps so far.
         parts_s: seconds so far by part of the step, and in operations over all learners.
         engine: the engine's counters (loop.Loop.counters); None without an engine.
-        due_steps, left_out, nonfinite_steps, scalars: see Report.
+        due_steps, left_out, nonfinite_steps, share, scalars: see Report.
     """
 
     monotonic_s: float
@@ -37,6 +37,7 @@ class Sample:
     due_steps: float = 1.0
     left_out: int = 0
     nonfinite_steps: int = 0
+    share: float = math.nan
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -76,6 +77,7 @@ class Sampler:
             due_steps=sample.due_steps,
             left_out=sample.left_out,
             nonfinite_steps=sample.nonfinite_steps,
+            share=sample.share,
             scalars=dict(sample.scalars),
             **shares,
             **self._of_engine(first, sample, seconds),

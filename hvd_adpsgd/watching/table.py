@@ -31,7 +31,8 @@ class Row:
         host: names of its host and its leader.
         state: ok, SLOW, SUSPECT, SILENT, JOINING, FAILED, left.
         since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
-        step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, sent_per_s: see Report.
+        step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, share, sent_per_s: see
+            Report.
         apart_s: seconds since the super learner's last exchange, the age of the report included.
         loss, losses: the last value of the loss, and the last 200 reported values, oldest first.
         age_s: age of the super learner's newest report, in seconds.
@@ -47,6 +48,7 @@ class Row:
     staleness_p95: int
     distance: float
     exchanges_per_s: float
+    share: float
     sent_per_s: float
     apart_s: float
     loss: float
@@ -100,6 +102,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
         staleness_p95=last.staleness_p95,
         distance=last.distance,
         exchanges_per_s=last.exchanges_per_s,
+        share=last.share,
         sent_per_s=last.sent_per_s,
         apart_s=last.apart_s + max(0.0, now_s - last.time_s),
         loss=found[1] if found else math.nan,

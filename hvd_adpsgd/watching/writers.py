@@ -25,6 +25,7 @@ _NAMES = (
     "staleness_p95",
     "distance",
     "exchanges_per_s",
+    "share",
     "sent_per_s",
     "global_operations",
     "left_out",

@@ -135,7 +135,9 @@ def templates(member: Member, draw: random.Random) -> bytes:
     kind = draw.choice([ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT])
     count = draw.randint(1, REPORTS) if kind == REPORT else draw.randint(0, member.chunks)
     number = draw.randint(0, MEMBERS) if kind in (BYE, NEWS, BYE_SEEN) else draw.randrange(2**30)
-    head = MESSAGE.pack(kind, number, count, 0, 0, draw.randint(0, count), member.fingerprint, WEIGHT, 0)
+    head = MESSAGE.pack(
+        kind, number, count, 0, 0, draw.randint(0, count), member.fingerprint, WEIGHT, 0
+    )
     if kind == REPORT:
         return head + b"".join(draw.randbytes(REPORT_OF.size) for _ in range(count))
     return head + (bytes(1) if kind in (BYE, NEWS) else b"")

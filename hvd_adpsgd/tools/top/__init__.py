@@ -34,13 +34,13 @@ __all__ = ["main"]
 _TAIL_NBYTES = 200_000  # read from the end of each file of the record: some hundred reports
 _SORTS = ("super_learner", "host", "state", "step", "steps_per_s", "distance", "apart_s", "loss")
 _COLUMNS = (
-    "#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s", "MB/s", "loss", ""
+    "#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s", "share", "MB/s", "loss", ""
 )  # fmt: skip
 _LEFT = ("host", "state", "")  # columns of text, which are left-aligned
 # Columns to drop, in this order, if the terminal is narrow.
-_DROPPED = ("", "MB/s", "exch/s", "stale", "distance", "host")
+_DROPPED = ("", "MB/s", "share", "exch/s", "stale", "distance", "host")
 _HOST_WIDTH = 12  # characters to which the column "host" is shortened before columns are dropped
-_WIDTH = 140  # characters, enough for all columns; used when the output is no terminal
+_WIDTH = 150  # characters, enough for all columns; used when the output is no terminal
 _EVERY_S = (0.1, 86400.0)  # bounds of --every
 _STYLES = {
     "ok": "green",
@@ -268,6 +268,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.staleness_p50}/{row.staleness_p95}",
         _short(row.distance),
         _short(row.exchanges_per_s),
+        _short(row.share),
         _short(row.sent_per_s / 1e6),
         _short(row.loss),
         sparkline(row.losses),
