@@ -316,9 +316,9 @@ def job_of(
         local=local,
     )
     if c.max_overhead:
-        job.steer = Steering(
-            c.max_overhead, c.rate, c.averaging_chunk_s * c.chunks / len(models[0])
-        )
+        chunks = len(models[0])
+        chunk_s = c.averaging_chunk_s * c.chunks / chunks
+        job.steer = Steering(c.max_overhead, c.rate, chunks, chunk_s)
     _add(job, c, models, rounds is not None and rounds.peers is not None)
     if joining is not None:
         job.expect(functools.partial(member_plans, c.strategy), joining, most)

@@ -33,14 +33,15 @@ class Steering:
     Args:
         bound: largest cost, as a part of the time of steps.
         due: exchanges per step.
-        chunk_s: how long an engine works on a chunk, s.
+        chunks: chunks of the model.
+        chunk_s: how long an engine works on one, s.
 
     Attributes:
         choices: all choices so far.
     """
 
-    def __init__(self, bound: float, due: float, chunk_s: float):
-        self._bound, self._due, self._chunk_s = bound, due, chunk_s
+    def __init__(self, bound: float, due: float, chunks: int, chunk_s: float):
+        self._bound, self._due, self._chunks, self._chunk_s = bound, due, chunks, chunk_s
         self._controls: dict[int, ShareControl] = {}
         self._steps: Counter[int] = Counter()
         self.choices: list[Choice] = []
@@ -60,6 +61,7 @@ class Steering:
                 c["busy_s"],
                 c["link_s"],
                 c["exchanges_active"] + c["exchanges_passive"],
+                c["chunks"] / self._chunks,
                 c["compared"],
                 c["square"],
             )

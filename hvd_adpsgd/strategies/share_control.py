@@ -19,6 +19,7 @@ LINK = 0.8  # most of the time in which exchanges may run
 _INTEGRAL, _PROPORTIONAL = 0.5, 0.25  # in doublings of the share per halving of the pressure
 _MOST = 2.0  # largest deviation that a decision takes into account, in doublings
 _QUIET = 0.2  # largest deviation that a decision ignores
+_ABOVE = 2.0  # doublings by which the share may exceed what exchanges move
 _BLIND = 4.0  # most halvings that no exchange has confirmed yet
 _MET = 0.5  # part of the due exchanges below which they wait for the link, not for one slow peer
 _MEETINGS, _DUE = 2, 16  # exchanges, and due exchanges, after which a decision is made
@@ -35,6 +36,7 @@ class Spent(NamedTuple):
         busy_s: the time in which exchanges were under way.
         link_s: the time that they would have taken if no peer were much slower than the others.
         exchanges: finished exchanges.
+        models: what they have moved, in models.
         compared: those in which the two models were compared.
         square: the sum of their squared distances.
     """
@@ -45,6 +47,7 @@ class Spent(NamedTuple):
     busy_s: float = 0.0
     link_s: float = 0.0
     exchanges: int = 0
+    models: float = 0.0
     compared: int = 0
     square: float = 0.0
 
@@ -60,7 +63,8 @@ class ShareControl:
     link; if less than half of the due ones have ended, the part in which any runs, times due exchanges /
     finished ones: above 1, as the link cannot carry what is due. The part b of the bounds is spent by need:
     3/4, up to all if the consensus distance rises, down to a half if it falls. An exchange keeps the share
-    with which it began, so until one ends the share falls 16 times at most.
+    with which it began, so until one ends the share falls 16 times at most. It is at most 4 times what
+    exchanges have moved: a peer that wants less decides for both.
 
     Args:
         bound: largest overhead, as a part of the time of steps.
@@ -117,6 +121,10 @@ class ShareControl:
         self.demand = busy / met if met < _MET else min(busy, link)
         self._look(now.square - before.square, now.compared - before.compared)
         self._move(self._pressure(), exchanges > 0)
+        moved = now.models - before.models
+        if exchanges > 0 and moved > 0:
+            most = math.log2(moved / exchanges) + _ABOVE
+            self._level = max(min(self._level, most), math.log2(FLOOR))
         return self.share
 
     def _look(self, square: float, compared: int) -> None:

@@ -138,6 +138,7 @@ class AutoShare:
             found["busy_s"],
             found["link_s"],
             exchanges,
+            used.models,
             int(found["compared"]),
             found["square"],
         )

@@ -29,6 +29,7 @@ class Plant:
         fixed_s: what an exchange costs whatever its share.
         noise: standard deviation of the logarithm of each cost.
         square: squared distance of the models in an exchange.
+        peers: the share that peers want.
     """
 
     step_s: float = 0.1
@@ -39,6 +40,7 @@ class Plant:
     due: float = 1.0
     noise: float = 0.3
     square: float = 1.0
+    peers: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,16 +58,18 @@ class Plant:
 
     def _step(self) -> None:
         now, cost = self.spent, 0.0
-        finished, busy, left = 0, 0.0, self.step_s
+        finished, busy, left, moved = 0, 0.0, self.step_s, 0.0
         self.credit = min(self.credit + self.due, max(self.due, 1.0))
         while left > 0 and (self.sends_s > 0 or self.credit >= 1 - 1e-9):
             if self.sends_s <= 0:  # an exchange keeps the share with which it began
                 self.credit -= 1
                 noise = math.exp(self.noise * self.draw.gauss(0, 1))
-                cost += noise * (self.fixed_s + self.model_s * self.control.share)
-                self.sends_s = self.nbytes * self.control.share / self.bytes_per_s
+                cost += noise * (self.fixed_s + self.model_s * min(self.control.share, self.peers))
+                share = min(self.control.share, self.peers)
+                self.sends_s = self.nbytes * share / self.bytes_per_s
             passed = min(left, self.sends_s)
             self.sends_s, left, busy = self.sends_s - passed, left - passed, busy + passed
+            moved += passed * self.bytes_per_s / self.nbytes
             finished += self.sends_s <= 1e-12
         self.spent = Spent(
             now.steps + 1,
@@ -74,6 +78,7 @@ class Plant:
             now.busy_s + busy,
             now.link_s + busy,
             now.exchanges + finished,
+            now.models + moved,
             now.compared + finished,
             now.square + finished * self.square * math.exp(0.5 * self.draw.gauss(0, 1)),
         )
@@ -182,9 +187,9 @@ def test_counters_that_begin_anew_are_no_decision() -> None:
     plant = Plant()
     plant.steps(400)
     share, made = plant.control.share, plant.control.decisions
-    assert plant.control.decide(Spent(8, 0.8, 0.01, 0.1, 0.1, 8, 8, 1.0)) == share
+    assert plant.control.decide(Spent(8, 0.8, 0.01, 0.1, 0.1, 8, 1.0, 8, 1.0)) == share
     assert plant.control.decisions == made
-    plant.control.decide(Spent(16, 1.6, 0.02, 0.2, 0.2, 16, 16, 2.0))
+    plant.control.decide(Spent(16, 1.6, 0.02, 0.2, 0.2, 16, 2.0, 16, 2.0))
     assert plant.control.decisions == made + 1
 
 
@@ -193,6 +198,16 @@ def test_a_straggler_affords_more() -> None:
     quick, slow = Plant(noise=0.0), Plant(noise=0.0, step_s=1.0, due=1.0)
     quick.steps(400), slow.steps(400)
     assert slow.shares[-1] > 4 * quick.shares[-1]
+
+
+def test_a_peer_that_wants_less_decides() -> None:
+    """The share does not run away from what exchanges move, and is back soon after the peer recovers."""
+    plant = Plant(model_s=0.01, peers=1 / 64)
+    plant.steps(800)
+    assert min(plant.shares[-50:]) >= 1 / 64 and max(plant.shares[-50:]) < 4.1 / 64
+    plant.peers = 1.0
+    plant.steps(80)
+    assert plant.shares[-1] > 1 / 8
 
 
 def test_it_begins_with_a_share_that_no_link_minds() -> None:

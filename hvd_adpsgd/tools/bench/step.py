@@ -106,6 +106,7 @@ class Trial:
             "steps_per_s": done / seconds,
             "cpu_ms_per_step": 1e3 * cpu / done,
             "exchanges_per_step": spent["exchanges"] / done,
+            "share": hvd.metrics()["exchange_share"],
             "beside_ms": 1e3 * (spent["collect_s"] + spent["offer_s"]) / done,
         }
         self.comm.Barrier()
@@ -149,6 +150,7 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
             "steps_per_s": statistics.median(_rate(block) for block in blocks),
             "cpu_ms_per_step": _median(blocks, "cpu_ms_per_step"),
             "exchanges_per_step": _median(blocks, "exchanges_per_step"),
+            "share": _median(blocks, "share"),
         }
     result |= spread_of("speed_kept", [_rate(row["on"]) / _rate(row["off"]) for row in rows])
     result["copy_ms"] = statistics.median(copy_ms)

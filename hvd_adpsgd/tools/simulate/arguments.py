@@ -74,9 +74,9 @@ def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse
     return args
 
 
-def _share(text: str) -> float:
-    """Return the share that the text means; 0 for auto."""
-    return 0.0 if text == "auto" else float(text)
+def _share(text: str) -> float | str:
+    """Return "auto", or the share that the text means."""
+    return text if text == "auto" else float(text)
 
 
 def _check_training(args: argparse.Namespace) -> None:
