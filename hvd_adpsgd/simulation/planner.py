@@ -77,6 +77,7 @@ OPTIONS = {  # command-line option of `simulate` for each attribute of Cluster
     "minutes": "--minutes",
     "rate": "--rate",
     "share": "--share",
+    "max_overhead": "--max-overhead",
     "max_staleness": "--max-staleness",
     "slow": "--slow",
     "slow_factor": "--slow",

@@ -15,6 +15,8 @@ from hvd_adpsgd.simulation.planner import Cluster, job_of
 from hvd_adpsgd.simulation.scenario import Fault, Scenario, run
 from hvd_adpsgd.simulation.steering import Choice, Steering
 from hvd_adpsgd.strategies.share_control import FLOOR, LINK
+from hvd_adpsgd.tools import simulate
+from hvd_adpsgd.tools.simulate import units
 
 BOUND = 0.03
 GB, MB = 1.25e9, 1.25e6  # bytes/s of 10 Gb/s and of 10 Mb/s
@@ -120,3 +122,13 @@ def test_few_exchanges_and_the_same_run_again() -> None:
     again, other = steered(rate=0.1)
     again.run_for(200)
     assert repr(other.choices) == repr(steering.choices)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert units.fault("link,1,5s,10Mb/s") == Fault(5.0, "link", 1, (), MB)
+    assert units.fault("share,1,5s,0.5") == Fault(5.0, "share", 1, (), 0.5)
+    plan = ["--super-learners", "4", "--model", "1M", "--minutes", "0.1", "--share", "auto"]
+    assert simulate.main(plan) == 0
+    assert "a share (at most 3.0% of a step) of the model" in capsys.readouterr().out
+    assert simulate.main([*plan, "--max-overhead", "2"]) == 2
+    assert "max_overhead (--max-overhead) is 2" in capsys.readouterr().err

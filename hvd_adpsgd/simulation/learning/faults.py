@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import Bound, in_bound
 from hvd_adpsgd.simulation.faults import FAULTS
-from hvd_adpsgd.simulation.scenario import Fault
+from hvd_adpsgd.simulation.scenario import VALUES, Fault
 
 __all__ = ["KINDS", "LOCK_STEP_KINDS", "checked"]
 
@@ -42,7 +42,7 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
         most = n + joins if fault.kind == "join" else n - 1
         joins += fault.kind == "join"
         in_bound(f"{where}: its super learner", fault.who, (0, most), _CURE)
-        value: Bound = (1e-3, 1e6) if fault.kind == "slow" else _TIME
+        value = VALUES.get(fault.kind, _TIME)
         in_bound(f"{where}: its value", fault.value, value, _CURE)
         for peer in fault.peers:
             in_bound(f"{where}: a peer", peer, (0, n - 1), _CURE)
