@@ -185,7 +185,8 @@ def table(runs: list[Run]) -> str:
     for one in sorted(runs, key=lambda one: one["seed"]):
         key = (one["optimizer"], one["n"], one["period"])
         losses.setdefault(key, {}).setdefault(one["scale"], []).append(one["loss"])
-        speeds.setdefault(key, []).append(one["steps_per_s"])
+        if math.isfinite(one["steps_per_s"]):  # it has not diverged
+            speeds.setdefault(key, []).append(one["steps_per_s"])
     lines = [
         "| optimizer | learners | K | best multiple of the rate | held-out loss | over one learner | speed |",
         "|---|---|---|---|---|---|---|",
@@ -196,7 +197,9 @@ def table(runs: list[Run]) -> str:
         base = losses.get((optimizer, 1, 0), {})
         best = min((statistics.mean(of) for of in base.values()), default=math.nan)
         alone = speeds.get((optimizer, 1, 0), [math.nan])
-        speed = statistics.mean(speeds[optimizer, n, period]) / statistics.mean(alone)
+        speed = statistics.mean(speeds.get((optimizer, n, period), [math.nan])) / statistics.mean(
+            alone
+        )
         over = f"{100 * (means[scale] / best - 1):+.1f} %" if n > 1 else ""
         lines.append(
             f"| {optimizer} | {n} | {period or ''} | {scale:g} | {means[scale]:.3f} | {over} | {speed:.1f} |"

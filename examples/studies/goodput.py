@@ -8,7 +8,7 @@ Super learners fail by a Poisson process, each --rates times per hour, and a rep
 seconds after each failure. random_pairs and delay_by_one run the library's protocol: engines that notice
 failures, and replacements that are admitted one after the other. diloco averages with those that are there (a
 quorum of half) every 50 steps, and a replacement waits for the next mean. synchronous writes checkpoints at
-the best interval (30 s each), and restarts after each failure within 300 s, replacement included.
+Young's interval (30 s each), and restarts after each failure within 300 s, replacement included.
 
 Printed for each rate and scheme: the samples that are in the model at the end, as a share of those of n super
 learners without failures, waits and averaging; the same of the time in which a super learner is there at all,
@@ -87,11 +87,11 @@ def trained(cell: Cell) -> Run:
     began = time.monotonic()
     done = train(task, cluster, strategy=scheme, points=POINTS, replace_s=replace_s)
     last = done.points[-1]
-    # a run in lock-step ends before the step that would end too late
-    most = n * 60 * minutes / step_s * last.samples / max(last.steps, 1)
+    batch = max(p.samples / max(p.steps, 1) for p in done.points)  # where none is lost yet
+    most = n * 60 * minutes / step_s * batch
     return {
         **dict(zip(NAMES, cell, strict=True)),
-        "kept": last.samples / most if last.steps else 0.0,
+        "kept": last.samples / most if most else 0.0,
         "loss": last.loss,
         "curve": [(p.time_s, p.samples, p.loss, p.training) for p in done.points],
         "failed": done.failed,
@@ -204,7 +204,8 @@ def main() -> None:
     ]
     file = options.out / "goodput.json"
     runs = perform(file, [] if options.table else cells, NAMES, trained, options.jobs)
-    runs = [one for one in runs if one["n"] == options.n and one["step"] == options.step]
+    same = ("n", "minutes", "step", "replace", "task")
+    runs = [one for one in runs if all(one[name] == getattr(options, name) for name in same)]
     if not runs:
         raise Problem(f"{options.out} holds no such runs. Leave --table out.")
     print(table(runs))

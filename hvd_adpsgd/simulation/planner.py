@@ -104,7 +104,7 @@ class Cluster:
         wire: format of chunks in messages, a wire_dtype; "": that of the parameters.
         max_staleness: the option of this name; 0: no bound.
         slow: number of super learners whose steps take `slow_factor` times as long.
-        failures_per_hour: failure rate of one super learner; a failed super learner is not replaced.
+        failures_per_hour: failure rate of one super learner. In a plan failed ones are not replaced.
         spread: largest relative difference of a step from `step_s`.
         chunks: number of chunks that stand for the model; raised to 1 / the smallest share if smaller.
         deadline_s: silence after which exchanges with a peer stop until it answers.

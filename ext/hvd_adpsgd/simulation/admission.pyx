@@ -126,9 +126,15 @@ cdef bint renew(JobState job) except -1:
     else:
         free_engines(job)
     stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
+    if m.joiner.stage is JoinerStage.TRAINS:
+        stay.append(job.seats[m.newcomer])
     first = next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
     order = [p for p in range(newcomer) if job.seats[p] >= 0 and job.actors[job.seats[p]].first == first]
-    if not order or newcomer >= them.n + them.most or job.n + len(order) + 1 > job.net.n:
+    if not order:
+        return False
+    here = [p for p in order if not job.actors[job.seats[p]].dead and not job.actors[job.seats[p]].over]
+    if newcomer >= them.n + them.most or job.n + len(here) + 1 > job.net.n:
+        job.note("join | there is no room")
         return False
     job.admission = m = Admission(order, newcomer)
     job.admissions += 1
@@ -189,7 +195,8 @@ cdef void begin_admission(JobState job, int number):
     seats = [job.seats[p] for p in m.order]
     living = [i for i in seats if not job.actors[i].dead and not job.actors[i].over]
     at = max([job.actors[i].step for i in living], default=0) + 2
-    taken = any(them.ranks[p] == number and not job.actors[job.seats[p]].dead for p in m.order)
+    taken = any(them.ranks[m.order[k]] == number and not job.actors[seats[k]].dead and not job.actors[seats[k]].over
+                for k in range(len(seats)))
     if taken or any(job.actors[i].steps <= at for i in living):
         job.note("join | it does not come")
         if job.local is not None:
@@ -421,7 +428,8 @@ cdef void leave_old(JobState job, int i):
 cdef int arrive_at(JobState job, int kind, content) except -1:
     """Process a letter to the newcomer."""
     cdef Admission m = job.admission
-    cdef int at = job.seats[m.newcomer]
+    cdef Newcomers them = job.newcomers
+    cdef int at = job.seats[m.newcomer], old
     cdef Actor* a = &job.actors[at]
     joiner = m.joiner
     if joiner.is_out:
@@ -441,8 +449,9 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
             job.expected += job.models[at]
         if job.local is not None:
             job.local.joins(m.newcomer)
-        a.step, a.step_s, a.spread, a.node_s = (step, job.actors[0].step_s, job.actors[0].spread,
-                                                job.actors[0].node_s)
+        old = 0 if job.local is None else min(m.number, them.n - 1)     # the first with its rank
+        a.step, a.step_s, a.spread, a.node_s = (step, job.actors[old].step_s, job.actors[old].spread,
+                                                job.actors[old].node_s)
         a.steps = max([job.actors[i].steps for i in job.seats if i >= 0])
         a.doing = STEP
         job.note("join | the newcomer begins")
@@ -464,9 +473,11 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
     return 0
 
 
-cdef void lose_newcomer(JobState job):
+cdef void lose_newcomer(JobState job, int process):
     """Crash the newcomer's process before it has an engine."""
     cdef Admission m = job.admission
+    if process != m.newcomer:
+        return
     job.note("crash | newcomer")
     m.newcomer_lost = True
 

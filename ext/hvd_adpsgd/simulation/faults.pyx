@@ -51,7 +51,7 @@ cdef int struck(JobState job, int which) except -1:
         return 0
     if who < 0:                                 # the newcomer has no engine yet
         if kind == CRASH:
-            lose_newcomer(job)
+            lose_newcomer(job, process)
         return 0
     if a.dead or a.over or (kind == STOP and a.stopped):
         return 0

@@ -178,6 +178,8 @@ cdef class Job(JobState):
             BrokenPromise: as soon as a promise is broken.
         """
         cdef int i
+        if not self.checks:
+            raise RuntimeError("a job without checks runs by run_for")
         self.begin()
         self.ends = self.net.now_s + seconds
         while self.net.entries and self.living > 0:

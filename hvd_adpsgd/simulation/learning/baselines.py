@@ -28,7 +28,7 @@ _BOUNDS: dict[str, Bound] = {
     "period": (1, 10**9),
     "rate": (1e-9, 1e3),
     "momentum": (0.0, 0.999999),
-    "quorum": (0.0, 1.0),
+    "quorum": (1e-6, 1.0),
 }
 
 
@@ -167,7 +167,7 @@ class _LockStepRun(ABC):
     def _measure(self) -> None:
         clock = self.clock
         self.curve.add(
-            clock.now_s,
+            min(clock.now_s, self._budget.seconds),
             sum(self.made),
             self.samples,
             self.vectors,
@@ -303,9 +303,12 @@ class _DiLoCoRun(_LockStepRun):
             self._learners[i].optimizer.state.clear()
 
     def vectors(self) -> Iterator[Vector]:
-        """Yield the parameters of each model."""
-        return (self.curve.layout.read(learner.parameters) for learner in self._learners)
+        """Yield the parameters of each model that trains."""
+        return (self.curve.layout.read(self._learners[i].parameters) for i in self._measured())
 
     def models(self) -> list[torch.nn.Module]:
-        """Return the models."""
-        return [learner.model for learner in self._learners]
+        """Return the models that train."""
+        return [self._learners[i].model for i in self._measured()]
+
+    def _measured(self) -> list[int]:
+        return sorted(self.clock.training) or list(range(self.n))

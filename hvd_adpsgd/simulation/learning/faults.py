@@ -31,6 +31,7 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
         ConfigError: for another kind, or a number out of its bound.
     """
     joins = 0
+    faults = sorted(faults, key=lambda fault: fault.at_s)
     for i, fault in enumerate(faults):
         where = f"fault {i} ({fault.kind})"
         if fault.kind not in kinds:
@@ -40,7 +41,7 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
             )
         in_bound(f"{where}: its time in seconds", fault.at_s, _TIME, _CURE)
         most = n + joins if fault.kind == "join" else n - 1
-        joins += fault.kind == "join"
+        joins += fault.kind == "join" and fault.who >= n
         in_bound(f"{where}: its super learner", fault.who, (0, most), _CURE)
         value = VALUES.get(fault.kind, _TIME)
         in_bound(f"{where}: its value", fault.value, value, _CURE)
@@ -48,4 +49,4 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
             in_bound(f"{where}: a peer", peer, (0, n - 1), _CURE)
         if fault.kind in _WITH_PEER:
             in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), _CURE)
-    return sorted(faults, key=lambda fault: fault.at_s)
+    return faults

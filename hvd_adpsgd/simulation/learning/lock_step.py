@@ -27,7 +27,7 @@ class LockStepClock:
 
     Attributes:
         failed: number of failures.
-        joined: number of replacements, which wait for nothing.
+        joined: number of replacements, one with each restart.
         training: the super learners that train.
     """
 
@@ -77,6 +77,7 @@ class LockStepClock:
         now = self.now_s + allreduce_s(self._cluster)
         while (failed_s := self._take_failure(now)) is not None and now <= until_s:
             self.failed += 1
+            self.joined += 1
             begins_s = max(failed_s, self._saved_s) + RESTART_S
             now += begins_s - self._saved_s
             self._saved_s = begins_s
@@ -100,8 +101,8 @@ class LockStepClock:
 class QuorumClock:
     """The clock of a job that averages with those that are there, if these are a quorum.
 
-    A super learner that fails is missed for `detect_s` when the others average. A replacement waits for the
-    next mean.
+    A super learner that fails is noticed `detect_s` later, for which the others wait when they average. A
+    replacement waits for the next mean.
 
     Args:
         cluster: the job.
@@ -130,9 +131,9 @@ class QuorumClock:
         for i, at_s in failure_times(c):
             self._fails_s[i] = at_s
         self._returns_s = [math.inf] * n
-        self._least = math.ceil(quorum * n)
+        self._least = max(1, math.ceil(quorum * n - 1e-9))
         self._replace_s = math.inf if replace_s is None else replace_s
-        self._missed = False
+        self._last_failed_s = -math.inf  # since the last mean
 
     @property
     def now_s(self) -> float:
@@ -159,7 +160,7 @@ class QuorumClock:
                 self.training.remove(i)
                 self._returns_s[i] = self._fails_s[i] + self._replace_s
                 self.failed += 1
-                self._missed = True
+                self._last_failed_s = max(self._last_failed_s, self._fails_s[i])
 
     def meet(self, until_s: float) -> None:
         """Wait for the slowest, and for a quorum, and average; replacements that wait train from then on.
@@ -168,14 +169,14 @@ class QuorumClock:
             until_s: end of the run.
         """
         now = max((self._at[i] for i in self.training), default=self.now_s)
-        now += allreduce_s(self._cluster) + (self._cluster.detect_s if self._missed else 0.0)
-        self._missed = False
+        now = max(now, self._last_failed_s + self._cluster.detect_s) + allreduce_s(self._cluster)
+        self._last_failed_s = -math.inf
         while now <= until_s:
             self._admit(now)
             if len(self.training) >= self._least:
                 break
             now = min(self._returns_s)  # infinite: nobody comes any more
-        self._at = [min(now, 2 * until_s)] * len(self._at)
+        self._at = [min(now, until_s + 1)] * len(self._at)  # without a quorum the run is over
 
     def _admit(self, now: float) -> None:
         hourly = self._cluster.failures_per_hour
@@ -184,6 +185,7 @@ class QuorumClock:
                 self.training.add(i)
                 self.joined += 1
                 self._returns_s[i] = self._fails_s[i] = math.inf
+                self._crashes = [f for f in self._crashes if f.who != i or f.at_s > now]
                 if hourly > 0:
                     waits_s = -math.log(1 - self._lives.between(0, 1)) * 3600 / hourly
                     self._fails_s[i] = now + waits_s

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.learning.curve import Curve, Vector
 from hvd_adpsgd.simulation.learning.outcome import Outcome, digest_of
@@ -25,6 +26,7 @@ from hvd_adpsgd.training.update_rules import UpdateRule
 __all__ = ["Budget", "EngineRun", "Training"]
 
 _STREAMS = 1_000_003  # between the seeds of the batches of super learners that join
+_MOST_ENGINES, _MOST_STREAMS = 1_000_000, 16_000_000  # a few hundred bytes of memory each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,8 @@ class EngineRun:
         nbytes = c.model_nbytes * averaged / trained * first.layout.itemsize / 4
         n, most = c.super_learners, self._most_newcomers()
         growth = sum(fault.kind == "join" and fault.who >= n for fault in self._faults)
+        streams = any(fault.kind == "break" for fault in self._faults)
+        _require_room(n, most, n + growth, streams)
         job = job_of(
             c,
             [learner.memory for learner in learners[:n]],
@@ -135,7 +139,7 @@ class EngineRun:
             joining=self._newcomer if most else None,
             most=most,
             largest=n + growth,
-            streams=any(fault.kind == "break" for fault in self._faults),
+            streams=streams,
         )
         for i, at_s in failure_times(c):
             self._fails(job, i, i, at_s)
@@ -223,8 +227,11 @@ class EngineRun:
             self._fails(self._job, process, self._ranks[process], lives_s)
 
     def stays_out(self, number: int) -> None:
-        """A super learner has not been admitted: another one asks in its place."""
-        if self._replace_s is not None:
+        """A super learner has not been admitted: another one asks in its place, if that is still free."""
+        taken = any(
+            rank == number and self._job.is_running(i) for i, rank in enumerate(self._ranks)
+        )
+        if self._replace_s is not None and not taken:
             self._job.strike(max(self._replace_s, self._cluster.step_s), "join", number)
 
     def _stays(self, process: int) -> None:
@@ -322,6 +329,18 @@ class EngineRun:
             ended=ended,
             digest=digest_of(self._curve.model),
             model=self._curve.model,
+        )
+
+
+def _require_room(n: int, most: int, largest: int, streams: bool) -> None:
+    """Raise ConfigError if the engines of all admissions, or the connections between them, are too many."""
+    engines = n + most * largest
+    bound = math.isqrt(_MOST_STREAMS) if streams else _MOST_ENGINES
+    if engines > bound:
+        raise ConfigError(
+            f"train: {n} super learners and up to {most} that join need {engines} engines, at most {bound} "
+            f"are possible{' with the fault break' if streams else ''}. Pass fewer minutes or steps, or a "
+            "lower --fail."
         )
 
 
