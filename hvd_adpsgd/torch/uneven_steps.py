@@ -208,7 +208,7 @@ def _fit(
         shape, dtype, on_host = its
         held = state.get(key)
         if not isinstance(held, torch.Tensor) or (held.shape, held.dtype) != (shape, dtype):
-            state[key] = torch.empty(shape, dtype=dtype, device="cpu" if on_host else device)
+            state[key] = torch.zeros(shape, dtype=dtype, device="cpu" if on_host else device)
         yield state[key]
 
 
