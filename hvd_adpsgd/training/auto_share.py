@@ -15,9 +15,7 @@ from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 __all__ = ["AutoShare", "Used", "cost_s"]
 
 _STEPS = 8  # between two looks at the counters
-_LONG = (
-    8.0  # a step that takes so many times the usual time has an evaluation or a checkpoint in it
-)
+_LONG = 8.0  # times the usual time: such a step has an evaluation or a checkpoint in it
 
 
 class Used(NamedTuple):

@@ -67,33 +67,3 @@ def test_the_share_follows_the_bound_and_the_mean_is_kept(way: str, bound: str, 
         assert 1 / 16 in shares  # the first one
         assert facts["overhead"] >= 0 and facts["share"] in shares
         assert shares[0] < 1 / 64 if way == "falls" else shares[-1] > 1 / 4
-
-
-WRONG = """
-    import torch
-    import hvd_adpsgd
-    import hvd_adpsgd.torch as hvd
-    hvd.init()
-    model = torch.nn.Linear(10, 10)
-    told = []
-    for share, averaging in (("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs")):
-        try:
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.0),
-                named_parameters=model.named_parameters(),
-                exchange_share=share,
-                averaging=averaging,
-            )
-        except hvd_adpsgd.ConfigError as error:
-            told.append(str(error))
-    say(rank=hvd.rank(), told=told)
-"""
-
-
-def test_auto_is_for_gossip_and_no_other_word_is_a_share() -> None:
-    result = run_learners(4, WRONG, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).checked()
-    for facts in result.by_rank():
-        assert len(facts["told"]) == 3
-        assert "exchange_share=auto with averaging=delay_by_one" in facts["told"][0]
-        assert "random_pairs" in facts["told"][1]
-        assert "auto, or > 0 and <= 1" in facts["told"][2]

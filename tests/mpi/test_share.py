@@ -87,7 +87,10 @@ WRONG = """
     hvd.init()
     model = torch.nn.Linear(10, 10)
     told = []
-    for share, averaging in ((0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs")):
+    for share, averaging in (
+        (0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs"),
+        ("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs"),
+    ):
         try:
             hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.0),
@@ -102,8 +105,11 @@ WRONG = """
 
 
 def test_a_share_that_makes_no_sense_is_refused() -> None:
-    result = run_learners(2, WRONG, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).checked()
+    result = run_learners(4, WRONG, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).checked()
     for facts in result.by_rank():
-        assert len(facts["told"]) == 3
+        assert len(facts["told"]) == 6
         assert "exchange_share=0.5 with averaging=delay_by_one" in facts["told"][0]
+        assert "exchange_share=auto with averaging=delay_by_one" in facts["told"][3]
+        assert "random_pairs" in facts["told"][4]
+        assert "auto, or > 0 and <= 1" in facts["told"][5]
         assert all("exchange_share" in told for told in facts["told"])
