@@ -10,7 +10,11 @@ from hvd_adpsgd.collectives.usage import Caller
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.messaging.attempt import Attempt
 
-__all__ = ["Call", "compare"]
+__all__ = ["Call", "GaveWayError", "compare"]
+
+
+class GaveWayError(Exception):
+    """Some learners call an operation that yields, others another one; never raised to the user."""
 
 
 class Call(NamedTuple):
@@ -24,6 +28,7 @@ class Call(NamedTuple):
         op: how a reduction combines the values; None for other operations.
         factors: prescale_factor, postscale_factor.
         private: a value of this learner, not compared with those of the other learners.
+        yields: whether the operation gives way to one of another kind that learners call instead.
     """
 
     kind: str
@@ -33,6 +38,7 @@ class Call(NamedTuple):
     op: str | None = None
     factors: tuple[float, float] = (1.0, 1.0)
     private: Any = None
+    yields: bool = False
 
 
 class _Header(NamedTuple):
@@ -49,12 +55,15 @@ def compare(attempt: Attempt, call: Call, caller: Caller) -> None:
 
     Raises:
         CollectiveMismatchError: on all learners, if two calls differ.
+        GaveWayError: on all learners, if they differ in kind, and those of one kind yield.
     """
     described = hashlib.blake2b(repr(call.tensors).encode(), digest_size=8).digest()
     where = f"{caller.file}:{caller.line}"
     mine = _Header(call._replace(tensors=()), len(call.tensors), described, where)
     headers: list[_Header] = [_Header(Call(*h[0]), *h[1:]) for h in attempt.gather(_plain(mine))]
     first = headers[0]
+    if len({h.call.kind for h in headers}) > 1 and any(h.call.yields for h in headers):
+        raise GaveWayError
     for i, other in enumerate(headers):
         what = _difference(first, other)
         if what is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hvd_adpsgd import errors
-from hvd_adpsgd.collectives.call import Call, compare
+from hvd_adpsgd.collectives.call import Call, GaveWayError, compare
 from hvd_adpsgd.collectives.fifo_lock import FifoLock
 from hvd_adpsgd.collectives.usage import Caller, counted
 from hvd_adpsgd.engine.agreement import Decision
@@ -191,7 +191,7 @@ class Collectives:
                 change its input, because it may be repeated.
 
         Returns:
-            What the operation returns.
+            What the operation returns; None from a call that `yields`, if others call another operation.
 
         Raises:
             CollectiveMismatchError: on all learners, if their calls differ.
@@ -242,6 +242,49 @@ class Collectives:
             ),
         )
         return [told[rank] for rank in self.ranks]
+
+    # ---- between operations -------------------------------------------------------------------
+
+    def confer(
+        self,
+        doing: str,
+        talk: Callable[[set[int], list[tuple[int, Any]]], tuple[bool, Sequence[tuple[int, Any]]]],
+    ) -> bool:
+        """Exchange messages between two operations, without waiting; return whether to begin one.
+
+        Args:
+            doing: name of the operation that may begin: it does if another learner waits in it.
+            talk: called with the ranks of the learners that are not known to have ended, and the (rank,
+                message) that others have sent; returns whether to begin the operation, and (rank, message)
+                to send.
+        """
+        with self.lock.within(0) as is_between:
+            if not is_between:
+                return False
+            messages = self.messages
+            messages.poll()
+            messages.look_for_failures()
+            core = messages.agreement
+            if core.excluded or core.voted:  # the next operation raises, or ends an interrupted one
+                return True
+            living = {self._ranks[i] for i in range(messages.size) if i not in messages.failed}
+            heard = [(self._ranks[place], what) for place, what in messages.heard_between()]
+            begins, said = talk(living.intersection(self.ranks), heard)
+            for rank, what in said:
+                messages.say_between(self._ranks.index(rank), what)
+            return begins or any(
+                number == core.number and caller[0] == doing
+                for number, (caller, _) in messages.waiting.values()
+            )
+
+    @property
+    def number(self) -> int:
+        """Number of the next operation over all learners; equal on all learners between two operations."""
+        return self.messages.agreement.number
+
+    def finished(self) -> set[int]:
+        """Return the ranks of the learners that have run shutdown(), without a failure, as known here."""
+        return {self._ranks[place] for place in self.messages.finished}
 
     # ---- operations and steps -----------------------------------------------------------------
 
@@ -372,7 +415,9 @@ class Collectives:
             if decision.flag & NO_ERROR == 0:
                 raise outcome.error or self._foreign(call.kind, number)
             if decision.flag & COMPLETE:
-                return outcome.get()
+                if call.yields or not outcome.gave_way:
+                    return outcome.get()
+                continue  # those that gave way come to this operation later
             if not has_fewer:
                 raise TransportError(
                     f"{call.kind}: a learner abandoned the operation, but no failure was detected. "
@@ -411,6 +456,8 @@ class Collectives:
             attempt.flush()
         except CollectiveMismatchError as error:  # all learners raise this error
             outcome.error = error
+        except GaveWayError:  # on all learners
+            outcome.gave_way = True
         except AttemptAbandonedError as left:
             if not left.is_told:
                 attempt.abandon()
@@ -532,6 +579,7 @@ class _Outcome(Generic[T]):
     def __init__(self) -> None:
         self.result: T | None = None
         self.error: Exception | None = None
+        self.gave_way = False
 
     def get(self) -> T:
         if self.error is not None:

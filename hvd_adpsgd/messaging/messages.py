@@ -45,7 +45,8 @@ COMPLETE, NO_ERROR = 1, 2
 # MPI tag of a message = number of its attempt % _SPAN * CHANNELS + channel; UCX allows tags below 2^23
 _SPAN, CHANNELS = 2**13, 2**9
 # channels of messages; from FIRST_PHASE on, one for each collective of an attempt at an operation, in turn
-_AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, FIRST_PHASE = range(6)
+_AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, _BETWEEN, FIRST_PHASE = range(7)
+_FAILS, _FINISHES = 1, 2  # how learners leave: because of a failure, or after shutdown()
 FEW = 16  # up to so many learners, each learner sends to all: fewer steps, but n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
 _PATIENCE_S = 1.0  # longest wait for the message with the error for which a learner left an attempt
@@ -79,6 +80,7 @@ class Messages:
         left: places of learners that take part in no more operations: they have run shutdown(), or their
             super learner was sent SIGTERM. Their processes may still run.
         failing: places in `left` of learners that leave because of a failure.
+        finished: places in `left` of learners that have run shutdown(), without a failure.
         abandoned: by number of an attempt that a learner has left: (class name, text, rank) of the error for
             which it did, or None.
         waiting: by place of a learner that waits in an attempt: the number of the attempt, and the facts that
@@ -94,10 +96,12 @@ class Messages:
         self.failed: set[int] = set()
         self.left: set[int] = set()
         self.failing: set[int] = set()
+        self.finished: set[int] = set()
         self.waiting: dict[int, tuple[int, Any]] = {}
         self.at_wait: Callable[[], object] = lambda: None
         self.abandoned: dict[int, tuple[str, str, int] | None] = {}
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
+        self._between: list[tuple[int, Any]] = []
 
     # ---- sending ------------------------------------------------------------------------------
 
@@ -176,12 +180,15 @@ class Messages:
         if channel == _LAST:
             self._inbox[0, _LAST, source].append(buffer)
         elif channel == _LEAVES:
-            fails, *leaving = np.frombuffer(buffer, dtype=np.int32).tolist()
+            how, *leaving = np.frombuffer(buffer, dtype=np.int32).tolist()
             self.left.update(leaving)
-            self.failing.update(leaving if fails else ())
+            self.failing.update(leaving if how == _FAILS else ())
+            self.finished.update(leaving if how == _FINISHES else ())
             self.believe_failed(set(leaving))
         elif channel == _WAITS:
             self.waiting[source] = number, pickle.loads(buffer.tobytes())
+        elif channel == _BETWEEN:
+            self._between.append((source, pickle.loads(buffer.tobytes())))
         elif channel == _ABANDON and number >= current - 1:
             reason = pickle.loads(buffer.tobytes())
             self.abandoned[number] = self.abandoned.get(number) or reason
@@ -275,6 +282,15 @@ class Messages:
             if place != self.place:
                 self.send(place, _WAITS, message)
 
+    def say_between(self, place: int, what: Any) -> None:
+        """Send `what` to a learner, for `heard_between`; it belongs to no operation."""
+        self.send(place, _BETWEEN, pickle.dumps(what))
+
+    def heard_between(self) -> list[tuple[int, Any]]:
+        """Return (place, what) of the messages of `say_between` since the last call, after a `poll`."""
+        heard, self._between = self._between, []
+        return heard
+
     def reason(self, number: int) -> tuple[str, str, int] | None:
         """Return the error that ended attempt `number` at an operation, which comes within _PATIENCE_S."""
         self.wait(
@@ -315,18 +331,18 @@ class Messages:
 
     def leave(self, ends: float, fails: bool = False) -> None:
         """Notify the others that this learner takes part in no more operations: they do not wait for it."""
-        self.say_left([self.place], fails)
+        self.say_left([self.place], _FAILS if fails else _FINISHES)
         self.flush(ends=ends)
 
-    def say_left(self, places: Sequence[int], fails: bool = False) -> None:
+    def say_left(self, places: Sequence[int], how: int = 0) -> None:
         """Notify all other learners that the learners at `places` leave; callable on any thread, at any time.
 
         Args:
             places: places of the learners that leave.
-            fails: whether they leave because of a failure.
+            how: _FAILS, _FINISHES, or 0 if they were told to leave.
         """
         tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
-        message = np.array([fails, *places], dtype=np.int32).tobytes()
+        message = np.array([how, *places], dtype=np.int32).tobytes()
         for place in range(self.size):
             if place not in places:
                 self.transport.send(place, tag, message)

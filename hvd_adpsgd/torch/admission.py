@@ -29,6 +29,7 @@ from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
+from hvd_adpsgd.torch.meeting import have_met, meets, waits_anyway
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
@@ -54,6 +55,7 @@ def admit(
     state: Any = None,
     *,
     patience_s: float = 120.0,
+    blocking: bool = True,
 ) -> Any:
     """Replace failed super learners, and let additional ones join; all learners call this, once per epoch.
 
@@ -72,7 +74,8 @@ def admit(
     Super learners beyond those of the start join in the same way: see HVD_ADPSGD_JOIN in docs/failures.md.
     size() and super_size() grow.
 
-    Waits for the slowest super learner, as average_model does, also if no super learner joins. Call it
+    Waits for the slowest super learner, as average_model does, also if no super learner joins; with
+    blocking=False only if there is something to do, and all others have just answered. Call it
     between steps. One super learner joins per call. If it cannot be started or fails before it joins,
     training continues, the log states the reason, and another one is started: three attempts in all.
 
@@ -85,6 +88,10 @@ def admit(
         optimizer: the wrapped optimizer, or all of them, in the same order on all learners.
         state: a picklable value for a joining learner, such as the epoch. Each call packs it.
         patience_s: seconds from the start of a super learner until it must call this function.
+        blocking: the same on all learners. False: super learners may call this at different steps, and
+            differ in the number of calls; a call every few steps costs next to nothing. A super learner that
+            is slow or stopped delays who joins, not who trains. Those that have run shutdown() are not
+            replaced. No effect on strategies with rounds, whose super learners wait for each other anyway.
 
     Returns:
         `state`; on a joining learner the `state` of the other learners.
@@ -95,21 +102,28 @@ def admit(
         SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
     world = worlds.current()
+    joins = world.collectives.joining
+    waits = blocking or joins or waits_anyway()
+    if not waits and (world.is_plain or not meets(world, DOING, _again)):
+        return state
     reshard(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     order_as(optimizers)
-    if world.collectives.joining:
+    if joins:
         with held(world, DOING):
             state = _arrive(world, model, optimizers)
+        have_met(worlds.current())
         tell_membership(worlds.current(), joined=True)
         return state
     if world.is_plain:
         return state
     with on_failure("continue"), held(world, DOING, by_job=True):
         packed, problem = _packed(state)
-        chosen = _survey(world, patience_s, problem)
+        stay = set() if blocking else world.collectives.finished()
+        chosen = _survey(world, patience_s, problem, stay)
         if chosen is not None:
             _admit(world, chosen, model, optimizers, packed)
+    have_met(worlds.current())
     tell_membership(worlds.current(), joined=False)
     return state
 
@@ -148,6 +162,7 @@ _failures: dict[int, int] = {}  # by super_rank, the number of failed starts
 _said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
 _joined: set[int] = set()  # joined in the last call of admit; the next call checks if they live
+_again = False  # whether the last call has left super learners to be started by the next one
 
 
 def _packed(state: Any) -> tuple[bytes, str]:
@@ -158,25 +173,33 @@ def _packed(state: Any) -> tuple[bytes, str]:
         return b"", f"{type(error).__name__}: {error}"
 
 
-def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
+def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _Coming | None:
     """Start missing super learners, give numbers to requesting ones; return a ready one, None without one.
 
     All learners call it together and return the same one.
+
+    Args:
+        world: the World of this learner.
+        patience_s: see admit.
+        problem: why the state of this learner cannot be pickled; "" if it can.
+        stay: ranks of learners that are not replaced, as known to this learner.
     """
     here = join_server(world)
     mine = list(here.candidates)
     states = [candidate.state() for candidate in mine]
     own = [_Coming(n.number, s, n.request, world.rank) for n, s in zip(mine, states, strict=True)]
-    told = world.collectives.gather(DOING, (own, problem and f"on learner {world.rank}: {problem}"))
+    problem = problem and f"on learner {world.rank}: {problem}"
+    told = world.collectives.gather(DOING, (own, problem, stay))
     _require_whole(world)
-    for _, where in told:
+    stay = set().union(*(its for _, _, its in told))
+    for _, where, _ in told:
         if where:
             raise ConfigError(
                 f"{DOING}(state=...) cannot be pickled for a joining learner, {where}. Pass numbers, texts, "
                 "tensors, and dicts and lists of these, as scheduler.state_dict()."
             )
     _judge_joined(world)
-    coming = [one for each, _ in told for one in each if one.rank in world.collectives.ranks]
+    coming = [one for each, _, _ in told for one in each if one.rank in world.collectives.ranks]
     for candidate, state in zip(mine, states, strict=True):
         if state == "failed":
             _give_up(here, candidate)
@@ -185,7 +208,7 @@ def _survey(world: World, patience_s: float, problem: str) -> _Coming | None:
         for one in coming
         if one.number is not None and one.state in ("starting", "ready")
     }
-    _start_one(here, world, awaited, patience_s)
+    _start_one(here, world, awaited, patience_s, stay)
     _give_number(world, mine, coming, set(awaited), patience_s)
     ready = [one for one in coming if one.state == "ready"]
     return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
@@ -221,13 +244,17 @@ def _require_whole(world: World) -> None:
         )
 
 
-def _start_one(here: JoinServer, world: World, awaited: dict[int, int], patience_s: float) -> None:
+def _start_one(
+    here: JoinServer, world: World, awaited: dict[int, int], patience_s: float, stay: set[int]
+) -> None:
     """Start one replacement of a lost super learner, if the plan assigns one to this learner."""
+    global _again
+    _again = False
     living = world.collectives.ranks
     gone = lost(world.groups, living)
     _left.intersection_update(gone)
     _left.update(i for i in gone if world.membership.have_left(world.groups[i]))
-    missing = [i for i in gone if i not in awaited]
+    missing = [i for i in gone if i not in awaited and stay.isdisjoint(world.groups[i])]
     if not missing:
         return
     if is_minority(world.placements, world.groups, living, _left):
@@ -247,6 +274,9 @@ def _start_one(here: JoinServer, world: World, awaited: dict[int, int], patience
                 f"{len(world.groups[number])} more learners (HVD_ADPSGD_SPARE_SLOTS="
                 f"{world.config.spare_slots}).",
             )
+    plan = {i: rank for i, rank in plan.items() if i in missing}
+    tried = [rank for i, rank in plan.items() if _failures.get(i, 0) < ATTEMPTS]
+    _again = len(set(tried)) < len(tried)  # a learner starts one per call
     for number, rank in plan.items():
         if rank == world.rank and _failures.get(number, 0) < ATTEMPTS:
             log.warning("super learner %d is gone; starting another one in its place.", number)

@@ -1,0 +1,96 @@
+"""Whether learners meet in hvd.admit, if its calls do not wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from hvd_adpsgd.collectives.call import Call
+from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.joining.candidates import join_server
+from hvd_adpsgd.joining.meetings import Meetings, Said
+from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.training.presence import live
+
+__all__ = ["have_met", "meets", "waits_anyway"]
+
+_ACTS = (
+    "requesting",
+    "ready",
+    "failed",
+)  # states of a joining super learner in which admit does something
+_meetings: Meetings | None = None
+
+
+def meets(world: World, doing: str, again: bool) -> bool:
+    """Return whether all learners meet now, in operation `doing`; without waiting, if they do not.
+
+    All learners of a super learner call this together, and get the same result.
+
+    Args:
+        world: the World of this learner.
+        doing: name of the operation.
+        again: whether the last meeting left something to do.
+    """
+    is_called = world.is_leader and _is_called(world, doing, again)
+    if world.inner_size > 1:
+        is_called = _as_leader(is_called)
+    if not is_called:
+        return False
+    # gives way to another operation that a learner waits in, as the script calls both
+    call = Call(doing, name="blocking=False", yields=True)
+    return world.collectives.run(call, lambda attempt: True) is not None
+
+
+def have_met(world: World) -> None:
+    """Note the end of a meeting; all learners call this after the last operation of hvd.admit."""
+    _of(world).met(world.collectives.number)
+
+
+def waits_anyway() -> bool:
+    """Whether super learners wait for each other's steps, so that all must call admit after the same step."""
+    return any(averaging.plan.in_step is not None for averaging in live())
+
+
+def _of(world: World) -> Meetings:
+    global _meetings
+    if _meetings is None or _meetings.me != world.rank:
+        _meetings = Meetings(world.rank)
+        world.teardown.at_shutdown(_forget)
+    return _meetings
+
+
+def _forget() -> None:
+    global _meetings
+    _meetings = None
+
+
+def _is_called(world: World, doing: str, again: bool) -> bool:
+    state = _of(world)
+    collectives = world.collectives
+    acts = any(candidate.state() in _ACTS for candidate in list(join_server(world).candidates))
+    failed = set(world.membership.failed_ranks())
+
+    def talk(
+        living: set[int], heard: list[tuple[int, Said]]
+    ) -> tuple[bool, list[tuple[int, Said]]]:
+        lost = set(collectives.ranks) - living - collectives.finished()
+        living -= failed
+        leaders = [group[0] for group in world.groups if group[0] in living]
+        first = acts or world.rank == min(leaders, default=world.rank)
+        wants = bool(acts or again or lost or failed & set(collectives.ranks))
+        others = [rank for rank in leaders if rank != world.rank]
+        return state.called(time.monotonic(), others, heard, wants, first)
+
+    return collectives.confer(doing, talk)
+
+
+def _as_leader(flag: bool) -> bool:
+    """Return the flag of the leader, on all learners of the super learner."""
+    with contextlib.ExitStack() as stack:
+        for averaging in live()[:1]:
+            stack.enter_context(averaging.super_learner.reducing())
+        told = horovod.broadcast(torch.tensor([flag], dtype=torch.uint8), 0, "hvd_adpsgd.admit")
+    return bool(told.item())

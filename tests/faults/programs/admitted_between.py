@@ -1,0 +1,117 @@
+"""Super learners call hvd.admit(blocking=False) at steps of their own; one is stopped, another one killed.
+
+The last super learner is slower. Super learner 1 stops itself after some steps: another one makes --ahead
+steps meanwhile, which ends the stop. Then super learner 2 kills itself, and a new one takes its place. With
+--evaluates all average their models after every 5th call, too. When the new one has trained for some steps,
+each ends at its own step. Files in --folder tell who has come how far.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import hvd_adpsgd.torch as hvd
+
+NEW = "HVD_ADPSGD_JOIN" in os.environ
+PAUSE_S, SLOW_S = 0.01, 0.05  # of a step
+GIVES_UP_S = 150.0
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.step, self.longest = args, 0, 0
+        self.me = hvd.super_rank()
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(1000, 1, bias=False)
+        plain = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.5)
+        names = self.model.named_parameters()
+        self.optimizer = hvd.DistributedOptimizer(plain, named_parameters=names)
+        self.ends = time.monotonic() + GIVES_UP_S
+
+    def train(self) -> None:
+        calls = self.admit(0)
+        if NEW:
+            self.note("joined")
+        while not self.is_over():
+            for _ in range(2):
+                self.make_step()
+            if self.args.evaluates and calls % 5 == 4:  # an operation between the calls
+                with hvd.averaged(self.model):
+                    pass
+            calls = self.admit(calls + 1)
+        metrics = hvd.metrics()
+        facts = {"rank": hvd.rank(), "super": self.me, "new": NEW, "steps": self.step}
+        facts |= {"calls": calls, "size": hvd.size(), "exchanges": metrics["exchanges"]}
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
+
+    def admit(self, calls: int) -> int:
+        return hvd.admit(self.model, self.optimizer, calls, blocking=False)
+
+    def make_step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 1000)).square().mean().backward()
+        self.optimizer.step()
+        self.step += 1
+        time.sleep(SLOW_S if self.me == 0 else PAUSE_S)
+        if NEW:
+            if self.step == 20:
+                self.note("trained")
+            return
+        if self.me == 1 and self.step == 20 and hvd.is_leader() and not self.args.evaluates:
+            self.stop()
+        if self.me == 0 and self.told("stopped") and not self.told("ahead"):
+            self.longest += 1
+            if self.longest == self.args.ahead:
+                self.note("ahead")
+        dies = self.step >= 30 and (self.args.evaluates or self.told("ahead"))
+        if self.me == 2 and dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGSTOP, until super learner 0 has made its steps."""
+        wait = (
+            f"until [ -e {self.args.folder}/ahead ]; do sleep 0.05; done; kill -CONT {os.getpid()}"
+        )
+        subprocess.Popen(["sh", "-c", wait], start_new_session=True)
+        self.note("stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def is_over(self) -> bool:
+        """Whether the new one has trained; all learners of a super learner get the same result."""
+        late = time.monotonic() > self.ends
+        if late:
+            print("gives up", file=sys.stderr, flush=True)
+        if self.args.evaluates:  # equally many operations on all
+            ends = hvd.allreduce(torch.tensor([float(self.told("trained") or late)]), op=hvd.Max)
+            return bool(ends.item())
+        mine = torch.tensor([float(self.told("trained") or late)])
+        return bool(hvd.allreduce(mine, op=hvd.Max, process_set=hvd.super_learner).item())
+
+    def note(self, what: str) -> None:
+        (self.args.folder / what).touch()
+
+    def told(self, what: str) -> bool:
+        return (self.args.folder / what).exists()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--ahead", type=int, default=30)
+    parser.add_argument("--evaluates", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="LOG %(message)s")
+    hvd.init()
+    Run(args).train()
+
+
+main()
