@@ -104,7 +104,7 @@ def admit(
     world = worlds.current()
     joins = world.collectives.joining
     waits = blocking or joins or waits_anyway()
-    if not waits and (world.is_plain or not meets(world, DOING, _again)):
+    if not waits and (world.is_plain or not meets(world, DOING, _again, _known)):
         return state
     reshard(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -162,6 +162,9 @@ _failures: dict[int, int] = {}  # by super_rank, the number of failed starts
 _said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
 _joined: set[int] = set()  # joined in the last call of admit; the next call checks if they live
+_known: set[int] = (
+    set()
+)  # super learners that were lost in the last call, and have not joined since
 _again = False  # whether the last call has left super learners to be started by the next one
 
 
@@ -252,6 +255,8 @@ def _start_one(
     _again = False
     living = world.collectives.ranks
     gone = lost(world.groups, living)
+    _known.clear()
+    _known.update(gone)
     _left.intersection_update(gone)
     _left.update(i for i in gone if world.membership.have_left(world.groups[i]))
     missing = [i for i in gone if i not in awaited and stay.isdisjoint(world.groups[i])]
@@ -349,6 +354,7 @@ def _admit(
                 _give_up(here, candidate)
             return
         _joined.add(chosen.number)
+        _known.discard(chosen.number)
         if candidate is not None:
             here.remove(candidate)
         if has_parts(model):  # parts are exchanged after this, in the pause
@@ -530,6 +536,7 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
         exchange_parts(world, model, live(), world.super_rank_of(senders[0]), world.super_rank)
     for averaging in live():
         resume(averaging)
+    _known.update(lost(offer.groups, ranks))
     joining.watch_job(worlds.current())
     open_own_listener(worlds.current(), new_group.hub.address, candidate.secret)
     return unpack(told.state)

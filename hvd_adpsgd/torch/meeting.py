@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection
 
 import torch
 
@@ -11,6 +12,7 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining.candidates import join_server
 from hvd_adpsgd.joining.meetings import Meetings, Said
+from hvd_adpsgd.joining.replacements import lost
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.presence import live
 
@@ -24,7 +26,7 @@ _ACTS = (
 _meetings: Meetings | None = None
 
 
-def meets(world: World, doing: str, again: bool) -> bool:
+def meets(world: World, doing: str, again: bool, known: Collection[int]) -> bool:
     """Return whether all learners meet now, in operation `doing`; without waiting, if they do not.
 
     All learners of a super learner call this together, and get the same result.
@@ -33,8 +35,9 @@ def meets(world: World, doing: str, again: bool) -> bool:
         world: the World of this learner.
         doing: name of the operation.
         again: whether the last meeting left something to do.
+        known: super_ranks of lost super learners that need no meeting, as the last one saw to them.
     """
-    is_called = world.is_leader and _is_called(world, doing, again)
+    is_called = world.is_leader and _is_called(world, doing, again, known)
     if world.inner_size > 1:
         is_called = _as_leader(is_called)
     if not is_called:
@@ -67,7 +70,7 @@ def _forget() -> None:
     _meetings = None
 
 
-def _is_called(world: World, doing: str, again: bool) -> bool:
+def _is_called(world: World, doing: str, again: bool, known: Collection[int]) -> bool:
     state = _of(world)
     collectives = world.collectives
     acts = any(candidate.state() in _ACTS for candidate in list(join_server(world).candidates))
@@ -76,11 +79,12 @@ def _is_called(world: World, doing: str, again: bool) -> bool:
     def talk(
         living: set[int], heard: list[tuple[int, Said]]
     ) -> tuple[bool, list[tuple[int, Said]]]:
-        lost = set(collectives.ranks) - living - collectives.finished()
         living -= failed
+        stay = living | collectives.finished()
+        new = set(lost(world.groups, stay)).difference(known)
         leaders = [group[0] for group in world.groups if group[0] in living]
         first = acts or world.rank == min(leaders, default=world.rank)
-        wants = bool(acts or again or lost or failed & set(collectives.ranks))
+        wants = bool(acts or again or new)
         others = [rank for rank in leaders if rank != world.rank]
         return state.called(time.monotonic(), others, heard, wants, first)
 
