@@ -36,6 +36,7 @@ from examples.acoustic_model import virtual_time as acoustic
 from examples.acoustic_model.prepare_data import usable_cores
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 from examples.studies.intervals import QUANTILES, mean_interval
+from examples.studies.lion import Lion
 from examples.studies.runs import Cell, Run, perform
 from hvd_adpsgd.simulation.learning import Task, train
 from hvd_adpsgd.simulation.planner import Cluster
@@ -47,6 +48,7 @@ OPTIMIZERS = {
     "adam": functools.partial(torch.optim.Adam, betas=(0.9, 0.95)),
     "nadam": functools.partial(torch.optim.NAdam, betas=(0.9, 0.95)),
     "rmsprop": functools.partial(torch.optim.RMSprop, alpha=0.95),
+    "lion": functools.partial(Lion, weight_decay=0.1),
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
 }
 STEP_S, BYTES_PER_S, LATENCY_S = 0.05, 1.25e8, 50e-6
