@@ -103,9 +103,12 @@ def admit(
     """
     world = worlds.current()
     joins = world.collectives.joining
-    waits = blocking or joins or waits_anyway()
-    if not waits and (world.is_plain or not meets(world, DOING, _again, _known)):
-        return state
+    if not (blocking or joins or waits_anyway()):
+        if world.is_plain:
+            return state
+        _offer_alone(world, patience_s)
+        if not meets(world, DOING, _again, _known):
+            return state
     reshard(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     order_as(optimizers)
@@ -189,6 +192,7 @@ def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _C
     """
     here = join_server(world)
     mine = list(here.candidates)
+    _dismiss_late(world, mine)
     states = [candidate.state() for candidate in mine]
     own = [_Coming(n.number, s, n.request, world.rank) for n, s in zip(mine, states, strict=True)]
     problem = problem and f"on learner {world.rank}: {problem}"
@@ -308,10 +312,39 @@ def _give_number(
     number = len(world.groups)
     if not requesting or number in awaited or requesting[0].rank != world.rank:
         return
-    candidate = next(n for n in mine if n.number is None)
+    _offer(world, next(n for n in mine if n.number is None), patience_s)
+
+
+def _offer(world: World, candidate: JoiningSuperLearner, patience_s: float) -> None:
+    """Offer the next free super_rank to a requesting super learner."""
     ends = time.monotonic() + patience_s
-    candidate.expect(JoinOffer.of(world, number, candidate.request, world.rank), terms(), ends)
+    offer = JoinOffer.of(world, len(world.groups), candidate.request, world.rank)
+    candidate.expect(offer, terms(), ends)
     candidate.send_offer()
+
+
+def _offer_alone(world: World, patience_s: float) -> None:
+    """Give a requesting super learner its super_rank without a meeting, on the first living learner.
+
+    Two learners may both take themselves for the first one, and offer the same super_rank: the second of
+    their super learners is dismissed when it is ready (`_dismiss_late`).
+    """
+    living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
+    if world.rank != min(living, default=-1):
+        return
+    mine = list(join_server(world).candidates)
+    requesting = [one for one in mine if one.state() == "requesting"]
+    if requesting and all(one.number != len(world.groups) for one in mine):
+        _offer(world, requesting[0], patience_s)
+
+
+def _dismiss_late(world: World, mine: list[JoiningSuperLearner]) -> None:
+    """Dismiss joining super learners whose super_rank another one has taken meanwhile."""
+    gone = lost(world.groups, world.collectives.ranks)
+    for one in mine:
+        taken = one.number is not None and one.number < len(world.groups)
+        if taken and one.number not in gone and not one.problem:
+            one.problem = f"another one has joined as super learner {one.number}"
 
 
 def _give_up(here: JoinServer, candidate: JoiningSuperLearner) -> None:

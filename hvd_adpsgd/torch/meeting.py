@@ -12,17 +12,13 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining.candidates import join_server
 from hvd_adpsgd.joining.meetings import Meetings, Said
-from hvd_adpsgd.joining.replacements import lost
+from hvd_adpsgd.joining.replacements import lost, starters
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.torch.membership import are_told
 from hvd_adpsgd.training.presence import live
 
 __all__ = ["have_met", "meets", "waits_anyway"]
 
-_ACTS = (
-    "requesting",
-    "ready",
-    "failed",
-)  # states of a joining super learner in which admit does something
 _meetings: Meetings | None = None
 
 
@@ -73,7 +69,7 @@ def _forget() -> None:
 def _is_called(world: World, doing: str, again: bool, known: Collection[int]) -> bool:
     state = _of(world)
     collectives = world.collectives
-    acts = any(candidate.state() in _ACTS for candidate in list(join_server(world).candidates))
+    acts = _acts(world)
     failed = set(world.membership.failed_ranks())
 
     def talk(
@@ -82,6 +78,8 @@ def _is_called(world: World, doing: str, again: bool, known: Collection[int]) ->
         living -= failed
         stay = living | collectives.finished()
         new = set(lost(world.groups, stay)).difference(known)
+        if not are_told():  # nobody but a replacement needs to know of failures
+            new &= _startable(world, living)
         leaders = [group[0] for group in world.groups if group[0] in living]
         first = acts or world.rank == min(leaders, default=world.rank)
         wants = bool(acts or again or new)
@@ -89,6 +87,20 @@ def _is_called(world: World, doing: str, again: bool, known: Collection[int]) ->
         return state.called(time.monotonic(), others, heard, wants, first)
 
     return collectives.confer(doing, talk)
+
+
+def _acts(world: World) -> bool:
+    """Whether hvd.admit would do something for a joining super learner of this learner."""
+    mine = list(join_server(world).candidates)
+    states = {one.state() for one in mine}
+    awaits = any(one.number == len(world.groups) for one in mine)
+    return not states.isdisjoint(("ready", "failed")) or ("requesting" in states and not awaits)
+
+
+def _startable(world: World, living: set[int]) -> set[int]:
+    """Return the super_ranks of lost super learners for which some host has slots."""
+    its = starters(world.placements, world.groups, living, {}, world.config.spare_slots)
+    return set(its)
 
 
 def _as_leader(flag: bool) -> bool:

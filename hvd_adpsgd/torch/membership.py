@@ -11,6 +11,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 
 __all__ = [
+    "are_told",
     "failed_ranks",
     "is_coordinator",
     "on_failure",
@@ -94,6 +95,11 @@ def on_membership_change(callback: Callback) -> Callback:
     """
     _callbacks.append(callback)
     return callback
+
+
+def are_told() -> bool:
+    """Whether a callback wants to know of changes."""
+    return bool(_callbacks)
 
 
 def tell_membership(world: World, joined: bool) -> None:
