@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.engine.admission import Joiner, Member
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
@@ -120,7 +121,7 @@ def admit(
         return state
     if world.is_plain:
         return state
-    with on_failure("continue"), held(world, DOING, by_job=True):
+    with counted(DOING), on_failure("continue"), held(world, DOING, by_job=True):
         packed, problem = _packed(state)
         stay = set() if blocking else world.collectives.finished()
         chosen = _survey(world, patience_s, problem, stay)
