@@ -166,9 +166,7 @@ _failures: dict[int, int] = {}  # by super_rank, the number of failed starts
 _said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
 _joined: set[int] = set()  # joined in the last call of admit; the next call checks if they live
-_known: set[int] = (
-    set()
-)  # super learners that were lost in the last call, and have not joined since
+_known: set[int] = set()  # lost in the last call, and not replaced since
 _again = False  # whether the last call has left super learners to be started by the next one
 
 
