@@ -108,5 +108,7 @@ def _as_leader(flag: bool) -> bool:
     with contextlib.ExitStack() as stack:
         for averaging in live()[:1]:
             stack.enter_context(averaging.super_learner.reducing())
-        told = horovod.broadcast(torch.tensor([flag], dtype=torch.uint8), 0, "hvd_adpsgd.admit")
+        told = horovod.broadcast(
+            torch.tensor([flag], dtype=torch.uint8, device="cpu"), 0, "hvd_adpsgd.admit"
+        )
     return bool(told.item())
