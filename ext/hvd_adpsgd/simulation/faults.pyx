@@ -5,11 +5,12 @@
 from libc.stdint cimport uintptr_t
 
 from hvd_adpsgd.engine.membership cimport LEFT
-from hvd_adpsgd.simulation.admission cimport expect_newcomer, lose_letters, lose_newcomer, read_held, tell_lost
+from hvd_adpsgd.simulation.admission cimport lose_letters, lose_newcomer, read_held, tell_lost
 from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport phase_of
 from hvd_adpsgd.simulation.departures cimport disturbed, message_s
 from hvd_adpsgd.simulation.network cimport crash, cut_way, down_of, enter, give_up, last_arrival, report_down
+from hvd_adpsgd.simulation.newcomers cimport expect_newcomer
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
 from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 

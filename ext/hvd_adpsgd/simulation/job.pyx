@@ -18,13 +18,14 @@ from hvd_adpsgd.simulation.faults import FAULTS
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Rest, begin_turns, end_turns, turn
 from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
-from hvd_adpsgd.simulation.admission cimport Admission, Newcomers, come, open_next, read_letter
+from hvd_adpsgd.simulation.admission cimport come, read_letter
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.coverage cimport NMESSAGES, NSTATES, cover, phase_of
 from hvd_adpsgd.simulation.faults cimport dialed_again, notice, report, struck
 from hvd_adpsgd.simulation.ledger cimport Ledger
 from hvd_adpsgd.simulation.leftovers cimport take_back
 from hvd_adpsgd.simulation.network cimport ARRIVAL, Entry, Envelope, Network, arrive, bytes_sent, enter, leave
+from hvd_adpsgd.simulation.newcomers cimport Admission, Newcomers, open_next
 from hvd_adpsgd.simulation.promises cimport add_model, check_end, check_over, check_turn
 from hvd_adpsgd.simulation.seats cimport Make, make_engine, share_memory, show_models
 from hvd_adpsgd.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, Actor, JobState

@@ -1,0 +1,177 @@
+# cython: language_level=3
+# Why compiled: it reads and frees engines through their C structs.
+"""The newcomers of a simulated job, which are admitted one after the other, as in a real job.
+
+A newcomer is a joining super learner. Each has an Admission, the record that admission.pyx works on; the next
+one begins when it is over on all its processes.
+"""
+
+from hvd_adpsgd.engine.admission import Joiner, JoinerStage, MemberStage
+from hvd_adpsgd.engine.agreement import Agreement
+
+from hvd_adpsgd.engine.mailbox cimport HISTOGRAM, Counters
+from hvd_adpsgd.simulation.network cimport down_of, open_transfers
+from hvd_adpsgd.simulation.promises cimport check_all_or_none
+from hvd_adpsgd.simulation.state cimport Actor, JobState
+
+
+cdef class Newcomers:
+    """The super learners that may join a job, and what stays from one admission to the next; see Job.expect."""
+
+    def __cinit__(self, int n, int most, plan, model):
+        self.n = self.size = n
+        self.most, self.plan, self.model = most, plan, model
+        self.ranks, self.waiting, self.left = [*range(n)], [], []
+
+
+cdef class Admission:
+    """The admission of one newcomer.
+
+    Args:
+        order: the members, which are processes; members know each other by their place in it.
+        newcomer: the process that joins.
+    """
+
+    def __cinit__(self, list order, int newcomer):
+        self.order, self.newcomer, self.number = order, newcomer, -1
+        self.place_of = {p: i for i, p in enumerate(order)}
+        self.agreements = {p: Agreement(len(order), i) for i, p in enumerate(order)}
+        self.states = dict.fromkeys(order)
+        self.joiner = Joiner()
+        self.ready = set()
+        self.first = -1
+        self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
+
+    def group(self):
+        """Return the members, and the lowest index of their new engines; -1 if none is made."""
+        return self.order, self.first
+
+
+# ---- one after the other -------------------------------------------------------------------
+
+cdef void expect_newcomer(JobState job, int number):
+    """Let a newcomer with rank `number` join, after those that wait already."""
+    cdef Newcomers them = job.newcomers
+    if them is None or job.later:
+        return
+    them.waiting.append(number)
+    open_next(job)
+
+
+cdef void open_next(JobState job):
+    """Begin the admission of the newcomer that has waited longest, unless one is under way."""
+    cdef Newcomers them = job.newcomers
+    cdef Admission m = job.admission
+    while them is not None and them.waiting and (m.number < 0 or is_settled(job)):
+        if m.number >= 0:
+            if not renew(job):
+                return
+            m = job.admission
+        begin_admission(job, them.waiting.pop(0))
+
+
+cdef bint is_settled(JobState job):
+    """Whether the admission is over on all its processes."""
+    cdef Admission m = job.admission
+    cdef Actor* a
+    cdef int at = job.seats[m.newcomer]
+    for p in m.order:
+        a = &job.actors[job.seats[p]]
+        if not (a.dead or a.over or is_in_stage(m.states[p], MemberStage.OVER)):
+            return False
+    return (at < 0 or job.actors[at].dead or job.actors[at].over or m.joiner.stage is JoinerStage.TRAINS
+            or (m.joiner.is_out and job.actors[at].absent))
+
+
+cdef bint renew(JobState job) except -1:
+    """Replace an admission that is over by one for the next newcomer; return False if none may come."""
+    cdef Newcomers them = job.newcomers
+    cdef Admission m = job.admission
+    cdef int newcomer = m.newcomer + 1, first, i, j
+    if job.checks:
+        check_all_or_none(job, m.order, m.first)
+    else:
+        free_engines(job)
+    stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
+    if m.joiner.stage is JoinerStage.TRAINS:
+        stay.append(job.seats[m.newcomer])
+    first = next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
+    order = [p for p in range(newcomer) if job.seats[p] >= 0 and job.actors[job.seats[p]].first == first]
+    if not order:
+        return False
+    here = [p for p in order if not job.actors[job.seats[p]].dead and not job.actors[job.seats[p]].over]
+    if newcomer >= them.n + them.most or job.n + len(here) + 1 > job.net.n:
+        job.note("join | there is no room")
+        return False
+    job.admission = m = Admission(order, newcomer)
+    job.admissions += 1
+    job.admits_at = -1
+    for p in order:
+        i = job.seats[p]
+        job.actors[i].came = False
+        for q in order:
+            j = job.seats[q]
+            if i != j and (job.actors[j].dead or job.actors[j].over) and down_of(&job.net.links[i], j - first) != NULL:
+                m.agreements[p].failed(m.place_of[q])
+    return True
+
+
+cdef void free_engines(JobState job):
+    """Free engines that have left, as all their peers; their counts are added to those of their successors.
+
+    Without this, long jobs with many admissions need memory without bound."""
+    cdef Newcomers them = job.newcomers
+    cdef int i, process
+    still, at_work = [], set()
+    for i, _ in them.left:
+        if not job.actors[i].over and not job.actors[i].dead:
+            at_work.add(job.actors[i].first)
+    for i, process in them.left:
+        if job.actors[i].first not in at_work and open_transfers(job.net, i) == 0:
+            if job.actors[i].dead:
+                continue
+            add_counts(&job.actors[i].core.mailbox.counters, &job.actors[job.seats[process]].core.mailbox.counters)
+            job.actors[i].core = NULL
+            job.loops[i] = job.models[i] = job.stores[i] = job.areas[i] = job.followers[i] = None
+        else:
+            still.append((i, process))
+    them.left = still
+
+
+cdef void add_counts(Counters* old, Counters* new):
+    cdef int k
+    new.exchanges_active += old.exchanges_active
+    new.exchanges_passive += old.exchanges_passive
+    new.chunks += old.chunks
+    new.parked += old.parked
+    new.broken += old.broken
+    new.void_chunks += old.void_chunks
+    new.means += old.means
+    new.turns += old.turns
+    for k in range(HISTOGRAM):
+        new.staleness[k] += old.staleness[k]
+
+
+cdef void begin_admission(JobState job, int number):
+    """Schedule the admission of a newcomer with rank `number`.
+
+    It takes place two steps after the step of the foremost member, if all living members have so many steps
+    left."""
+    cdef Admission m = job.admission
+    cdef Newcomers them = job.newcomers
+    seats = [job.seats[p] for p in m.order]
+    living = [i for i in seats if not job.actors[i].dead and not job.actors[i].over]
+    at = max([job.actors[i].step for i in living], default=0) + 2
+    taken = any(them.ranks[m.order[k]] == number and not job.actors[seats[k]].dead and not job.actors[seats[k]].over
+                for k in range(len(seats)))
+    if taken or any(job.actors[i].steps <= at for i in living):
+        job.note("join | it does not come")
+        if job.local is not None:
+            job.local.stays_out(number)
+        return
+    m.number = number
+    job.admits_at = at
+
+
+cdef bint is_in_stage(member, stage):
+    return member is not None and member.stage is stage

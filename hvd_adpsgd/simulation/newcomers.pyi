@@ -1,0 +1,1 @@
+# Nothing for Python: parts of job.
