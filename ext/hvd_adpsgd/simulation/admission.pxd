@@ -1,4 +1,4 @@
-# Admission of joining super learners in a simulated job: all members switch to new engines, or none does.
+# Admission of a joining super learner in a simulated job: all members switch to new engines, or none does.
 
 from hvd_adpsgd.simulation.state cimport JobState
 

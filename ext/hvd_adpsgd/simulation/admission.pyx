@@ -2,8 +2,9 @@
 # Why compiled: it creates and starts engines through their C structs.
 """Admission of joining super learners in a simulated job: all members switch to new engines, or none does.
 
-One after the other, as in a real job; the joining super learner is called newcomer here. The steps are those of torch/admission.py and
-joining/reconnect.py, with real engines, the real agreement, and the real decisions (engine/admission.py):
+The joining super learner is called newcomer here; newcomers.pyx lets several join one after the other. The steps
+are those of torch/admission.py and joining/reconnect.py, with real engines, the real agreement, and the real
+decisions (engine/admission.py):
 
     each member                                             the newcomer
     before the same step: pauses its engine, and
@@ -48,7 +49,6 @@ cdef double REFUSED = 0.05  # probability that a member cannot make its engine; 
 
 
 # ---- members -------------------------------------------------------------------------------
-
 
 cdef int come(JobState job, int i) except -1:
     """Act for a trainer that is at the step of the admission: pause its engine; once that rests, vote."""

@@ -47,8 +47,6 @@ cdef class Admission:
         return self.order, self.first
 
 
-# ---- one after the other -------------------------------------------------------------------
-
 cdef void expect_newcomer(JobState job, int number):
     """Let a newcomer with rank `number` join, after those that wait already."""
     cdef Newcomers them = job.newcomers
@@ -73,13 +71,11 @@ cdef void open_next(JobState job):
 cdef bint is_settled(JobState job):
     """Whether the admission is over on all its processes."""
     cdef Admission m = job.admission
-    cdef Actor* a
     cdef int at = job.seats[m.newcomer]
     for p in m.order:
-        a = &job.actors[job.seats[p]]
-        if not (a.dead or a.over or is_in_stage(m.states[p], MemberStage.OVER)):
+        if runs(job, job.seats[p]) and not is_in_stage(m.states[p], MemberStage.OVER):
             return False
-    return (at < 0 or job.actors[at].dead or job.actors[at].over or m.joiner.stage is JoinerStage.TRAINS
+    return (at < 0 or not runs(job, at) or m.joiner.stage is JoinerStage.TRAINS
             or (m.joiner.is_out and job.actors[at].absent))
 
 
@@ -87,44 +83,64 @@ cdef bint renew(JobState job) except -1:
     """Replace an admission that is over by one for the next newcomer; return False if none may come."""
     cdef Newcomers them = job.newcomers
     cdef Admission m = job.admission
-    cdef int newcomer = m.newcomer + 1, first, i, j
+    cdef int newcomer = m.newcomer + 1, first
     if job.checks:
         check_all_or_none(job, m.order, m.first)
     else:
         free_engines(job)
-    stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
-    if m.joiner.stage is JoinerStage.TRAINS:
-        stay.append(job.seats[m.newcomer])
-    first = next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
+    first = engines_in_use(job)
     order = [p for p in range(newcomer) if job.seats[p] >= 0 and job.actors[job.seats[p]].first == first]
     if not order:
         return False
-    here = [p for p in order if not job.actors[job.seats[p]].dead and not job.actors[job.seats[p]].over]
+    here = [p for p in order if runs(job, job.seats[p])]
     if newcomer >= them.n + them.most or job.n + len(here) + 1 > job.net.n:
         job.note("join | there is no room")
         return False
-    job.admission = m = Admission(order, newcomer)
+    job.admission = Admission(order, newcomer)
     job.admissions += 1
     job.admits_at = -1
     for p in order:
-        i = job.seats[p]
-        job.actors[i].came = False
-        for q in order:
-            j = job.seats[q]
-            if i != j and (job.actors[j].dead or job.actors[j].over) and down_of(&job.net.links[i], j - first) != NULL:
-                m.agreements[p].failed(m.place_of[q])
+        job.actors[job.seats[p]].came = False
+    know_the_failed(job)
     return True
+
+
+cdef int engines_in_use(JobState job) except -2:
+    """Return the lowest index of the engines that the admission has left in use; -1 if all have failed."""
+    cdef Admission m = job.admission
+    cdef int i
+    stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
+    if m.joiner.stage is JoinerStage.TRAINS:
+        stay.append(job.seats[m.newcomer])
+    return next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
+
+
+cdef void know_the_failed(JobState job):
+    """Let each member begin with the losses of other members that its wire has reported before."""
+    cdef Admission m = job.admission
+    cdef int i, j
+    for p in m.order:
+        i = job.seats[p]
+        for q in m.order:
+            j = job.seats[q]
+            if i != j and not runs(job, j) and down_of(&job.net.links[i], j - job.actors[i].first) != NULL:
+                m.agreements[p].failed(m.place_of[q])
+
+
+cdef bint runs(JobState job, int i):
+    return not job.actors[i].dead and not job.actors[i].over
 
 
 cdef void free_engines(JobState job):
     """Free engines that have left, as all their peers; their counts are added to those of their successors.
 
-    Without this, long jobs with many admissions need memory without bound."""
+    Without this, long jobs with many admissions need memory without bound.
+    """
     cdef Newcomers them = job.newcomers
     cdef int i, process
     still, at_work = [], set()
     for i, _ in them.left:
-        if not job.actors[i].over and not job.actors[i].dead:
+        if runs(job, i):
             at_work.add(job.actors[i].first)
     for i, process in them.left:
         if job.actors[i].first not in at_work and open_transfers(job.net, i) == 0:
@@ -156,14 +172,14 @@ cdef void begin_admission(JobState job, int number):
     """Schedule the admission of a newcomer with rank `number`.
 
     It takes place two steps after the step of the foremost member, if all living members have so many steps
-    left."""
+    left.
+    """
     cdef Admission m = job.admission
     cdef Newcomers them = job.newcomers
     seats = [job.seats[p] for p in m.order]
-    living = [i for i in seats if not job.actors[i].dead and not job.actors[i].over]
+    living = [i for i in seats if runs(job, i)]
     at = max([job.actors[i].step for i in living], default=0) + 2
-    taken = any(them.ranks[m.order[k]] == number and not job.actors[seats[k]].dead and not job.actors[seats[k]].over
-                for k in range(len(seats)))
+    taken = any(them.ranks[p] == number and runs(job, job.seats[p]) for p in m.order)
     if taken or any(job.actors[i].steps <= at for i in living):
         job.note("join | it does not come")
         if job.local is not None:
