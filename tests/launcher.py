@@ -106,6 +106,7 @@ def run_learners(
     launcher: str | None = "mpirun",
     kept: bool = False,
     fresh: bool = False,
+    imports: Sequence[str] = (),
 ) -> Result:
     """Run a program on `np` learners and wait for all of them.
 
@@ -121,13 +122,15 @@ def run_learners(
         kept: run each learner below the shell that our Horovod build puts there.
         fresh: start each learner's Python, where a learner's parent or memory matters; without,
             those that horovodrun does not start are forked by QUICK's server.
+        imports: modules that forked learners have imported when the program begins; they may need torch's
+            compiler, which QUICK keeps out of other learners.
 
     With TEST_DEVICES=SEED in `env` or in the environment learners' tensors are on devices (tests/lagging.py),
     with TEST_GPU=NUMBER on that GPU.
     With TEST_SHARD=auto in the environment their models are cut in shards where that is possible,
     with TEST_INNER=torch torch.distributed averages gradients in super learners.
     """
-    env = env or {}
+    env = {**(env or {}), **({"TEST_IMPORTS": ",".join(imports)} if imports else {})}
     if launcher == "mpirun":
         launcher = os.environ.get("TEST_LAUNCHER", launcher)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +143,8 @@ def run_learners(
         if kept:
             python = ["sh", "-c", KEEPER, "learner", *python]
         elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
-            python = [*python, "-I", "-S", str(QUICK / "client.py"), server()]
+            name = server(*_at_imports(imports, env))
+            python = [*python, "-I", "-S", str(QUICK / "client.py"), name]
         ways = {"TEST_DEVICES": ON_DEVICES, "TEST_GPU": ON_GPU}
         files = [way for name, way in ways.items() if name in {**os.environ, **env}] + [file]
         command = [*launch(np, launcher), *python, *map(str, files), *args]
@@ -148,13 +152,18 @@ def run_learners(
         return _run(command, environment(env, first), timeout)
 
 
+def _at_imports(imports: Sequence[str], env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The variables of learners that `imports` may read."""
+    return [(k, v) for k, v in env.items() if imports and not k.startswith(_OURS)]
+
+
 @functools.cache
-def server() -> str:
-    """Start the process that forks learners; it ends with this one, however that ends."""
+def server(*env: tuple[str, str]) -> str:
+    """Start the process that forks learners, with `env`; it ends with this one, however that ends."""
     name = f"hvd_adpsgd-tests-{secrets.token_hex(16)}"
     process = subprocess.Popen(
         [sys.executable, QUICK / "server.py", name],
-        env=environment({}, [QUICK]),
+        env=environment(dict(env), [QUICK]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,

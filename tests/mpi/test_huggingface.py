@@ -24,11 +24,13 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
+IMPORTS = ("accelerate", "transformers.trainer", "transformers.models.gpt2")
 
 
 def run(folder: Path, *parts: str, size: int = 2, launcher: str = "mpirun") -> Result:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size), **QUIET}
-    return run_learners(4, PROGRAM, args=[str(folder), *parts], env=env, launcher=launcher)
+    args = [str(folder), *parts]
+    return run_learners(4, PROGRAM, args=args, env=env, launcher=launcher, imports=IMPORTS)
 
 
 def test_trainer_and_accelerate(tmp_path: Path) -> None:
@@ -149,7 +151,6 @@ def test_another_number_of_super_learners_resumes_and_iterable_data_are_divided(
 
 
 LATE = """
-import sys; sys.modules.pop("torch._dynamo", None)
 import accelerate
 import hvd_adpsgd.torch as hvd
 accelerate.Accelerator(cpu=True)
@@ -163,7 +164,9 @@ except RuntimeError as error:
 
 @pytest.mark.extended
 def test_a_process_group_of_accelerate_is_refused() -> None:
-    for facts in run_learners(2, LATE, launcher="torchrun").checked().by_rank():
+    for facts in (
+        run_learners(2, LATE, launcher="torchrun", imports=("accelerate",)).checked().by_rank()
+    ):
         assert facts["name"] == "WorldError"
         assert "Accelerate runs 2 processes of its own" in facts["told"]
 

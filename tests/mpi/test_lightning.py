@@ -31,9 +31,13 @@ def run(tmp_path: Path, np: int, k: int, launcher: str) -> list[Facts]:
     (script,) = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE.read_text())
     file = tmp_path / "script.py"
     file.write_text(script)
-    args, env = [str(tmp_path), str(file)], {SIZE: str(k)}
-    result = run_learners(np, PROGRAMS / "lightning_run.py", args=args, env=env, launcher=launcher)
-    return result.checked().by_rank()
+    args = [str(tmp_path), str(file)]
+    return launched(np, "lightning_run.py", args, k, launcher).checked().by_rank()
+
+
+def launched(np: int, program: str, args: list[str], k: int, launcher: str) -> Result:
+    how: dict[str, Any] = {"launcher": launcher, "imports": ("lightning.pytorch",)}
+    return run_learners(np, PROGRAMS / program, args=args, env={SIZE: str(k)}, **how)
 
 
 def check(learners: list[Facts], k: int) -> None:
@@ -85,8 +89,7 @@ def test_as_plain_horovod(tmp_path: Path) -> None:
 
 
 def case(tmp_path: Path, name: str, np: int = 4, k: int = 2, launcher: str = "mpirun") -> Result:
-    args, env = [name, str(tmp_path)], {SIZE: str(k)}
-    return run_learners(np, PROGRAMS / "lightning_cases.py", args=args, env=env, launcher=launcher)
+    return launched(np, "lightning_cases.py", [name, str(tmp_path)], k, launcher)
 
 
 def saved(tmp_path: Path) -> set[str]:

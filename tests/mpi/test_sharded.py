@@ -15,6 +15,7 @@ from tests.mpi.test_optimizer import PROGRAMS, SIZE
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 TORCH = {"HVD_ADPSGD_INNER": "torch"}
+IMPORTS = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
 CASES = (
     *("SGD", "AdamW", "accumulation", "mixed precision", "means", "evaluated", "states", "added"),
     *("refusals", "nonfinite"),
@@ -29,7 +30,11 @@ def folder() -> str:
 
 def said(*cases: str, learners: int = 4, size: int = 2, **env: str) -> dict[str, list[Facts]]:
     result = run_learners(
-        learners, PROGRAMS / "sharded.py", args=[folder(), *cases], env={SIZE: str(size), **env}
+        learners,
+        PROGRAMS / "sharded.py",
+        args=[folder(), *cases],
+        env={SIZE: str(size), **env},
+        imports=IMPORTS,
     )
     found: dict[str, list[Facts]] = defaultdict(list)
     for facts in sorted(result.said, key=lambda facts: facts["rank"]):
@@ -151,6 +156,7 @@ def require_joined(learners: int, launcher: str = "mpirun", **env: str) -> None:
         env={SIZE: "2", **env},
         launcher=launcher,
         fresh=True,
+        imports=IMPORTS,
     )
     told = result.by_rank()
     assert [facts["new"] for facts in told] == [False] * (learners - 2) + [True] * 2, (

@@ -8,10 +8,12 @@ A learner has the client's environment, folder, arguments and standard streams, 
 Python runs a script. Signals to the client go to the learner; the learner's status is the client's.
 Unlike a learner that the launcher starts, it has another parent, and all learners of a test have the
 same seed for hashes: tests that look at a learner's parent or memory start it fresh.
+What the variable TEST_IMPORTS names, by comma, is imported like torch.
 """
 
 import contextlib
 import gc
+import importlib
 import marshal
 import os
 import select
@@ -28,6 +30,9 @@ import torch  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import horovod.torch  # noqa: F401
+
+for module in filter(None, os.environ.get("TEST_IMPORTS", "").split(",")):
+    importlib.import_module(module)
 
 
 def serve(name: str) -> list[str]:

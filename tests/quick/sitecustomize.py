@@ -8,6 +8,7 @@ without: there learners start as users' do.
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType, SimpleNamespace
@@ -52,4 +53,5 @@ def compiler() -> ModuleType:
 
 
 sys.meta_path.insert(0, Torch)  # type: ignore[arg-type]
-sys.modules["torch._dynamo"] = compiler()
+if "TEST_IMPORTS" not in os.environ:  # modules that need the compiler
+    sys.modules["torch._dynamo"] = compiler()

@@ -12,9 +12,6 @@ import signal
 import sys
 from pathlib import Path
 
-sys.modules.pop("torch._dynamo", None)  # that of tests/quick/sitecustomize.py is no package
-
-# ruff: noqa: E402
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState

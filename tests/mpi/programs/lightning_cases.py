@@ -1,13 +1,10 @@
 """Short runs by Lightning, one per launch. Arguments: its name, a folder for what is saved."""
 
-# ruff: noqa: E402
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
-
-sys.modules.pop("torch._dynamo", None)  # tests/quick stands in for it, Lightning needs it
 
 import lightning
 import torch

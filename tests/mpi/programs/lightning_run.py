@@ -3,14 +3,11 @@
 Arguments: a folder for what is saved, the file of the script.
 """
 
-# ruff: noqa: E402
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.modules.pop("torch._dynamo", None)  # tests/quick stands in for it, Lightning needs it
 
 import lightning
 import torch

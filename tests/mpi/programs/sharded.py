@@ -1,4 +1,3 @@
-# ruff: noqa: E402
 """Models of which each learner holds a part (fully_shard): means, checkpoints, refusals, a learner that ends.
 
 Arguments: a folder for the checkpoint; then the cases to run.
@@ -11,9 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from typing import Any
-
-# DTensors use torch's compiler, and tests/quick keeps it out
-sys.modules.pop("torch._dynamo", None)
 
 import torch
 import torch.distributed.checkpoint as dcp
