@@ -40,9 +40,7 @@ def train(
 ) -> Result:
     arguments = [str(a) for a in ("--folder", folder, "--victims", victims, *args)]
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(of), **(env or {})}
-    return run_learners(
-        np, PROGRAM, args=arguments, env=env, timeout=TIMEOUT_S, launcher=launcher, fresh=True
-    )
+    return run_learners(np, PROGRAM, args=arguments, env=env, timeout=TIMEOUT_S, launcher=launcher)
 
 
 def close(a: float, b: float) -> bool:
@@ -89,8 +87,11 @@ def require_replaced(result: Result, np: int, of: int, joined: int, new: set[int
             assert min(met) > 0, facts["peers"]
 
 
-def test_replaced_under_horovodrun(tmp_path):
-    result = train(tmp_path, 3, "2", "--after", 3, launcher="horovodrun")
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.extended)]
+)
+def test_replaced_under(tmp_path, launcher):
+    result = train(tmp_path, 3, "2", "--after", 3, launcher=launcher)
     assert result.returncode == 0, result.report()
     require_replaced(result, 3, 1, joined=1, new={2})
     assert "super learner 2 has joined" in result.stderr

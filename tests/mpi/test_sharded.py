@@ -155,7 +155,6 @@ def require_joined(learners: int, launcher: str = "mpirun", **env: str) -> None:
         args=[folder(), "joined"],
         env={SIZE: "2", **env},
         launcher=launcher,
-        fresh=True,
         imports=IMPORTS,
     )
     told = result.by_rank()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.launch import world as worlds
 
 ROUND, ROUNDS = 5, 400
+BREATHER_S = (
+    0.1  # of a round, in which a joining super learner has this machine's cores for its imports
+)
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 
 
@@ -334,6 +338,7 @@ def joined() -> dict[str, Any]:
             steps.step()
         if epoch == 1 and hvd.rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(BREATHER_S)
         before, failed = mean_parts(model), bool(hvd.failed_ranks())
         epoch = hvd.admit(model, steps.optimizer, state=epoch + 1)
         if failed and not hvd.failed_ranks():
