@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.strategies import Plan, parse
+from hvd_adpsgd.training.engines import Engines
 
 LONGEST_S = 60.0
 ELEMENTS = 200_000  # float64: seven chunks
@@ -209,3 +211,51 @@ def test_an_engine_that_leaves_is_not_taken_for_failed(
     exchange(members[0], members[1])
     time.sleep(1.5)  # longer than the second after which a closed connection counts
     assert all(states(m)[3] == PeerState.LEFT for m in members[:3])
+
+
+# ---- the engine of an optimizer ------------------------------------------------------------------
+
+
+def of_optimizer(engine: Engine, **world: Any) -> Engines:
+    """What an optimizer has around its engine, without the rest of a job."""
+    engines = Engines.__new__(Engines)
+    engines.current, engines._ahead = engine, None
+    engines._record, engines._tensors = mock.Mock(), mock.Mock(are_sharded=False)
+    engines._super_learner = mock.Mock(world=mock.Mock(**world))
+    return engines
+
+
+def test_a_replaced_engine_does_not_wait_for_answers() -> None:
+    """Where all leave at once, nobody answers the last departure: waiting takes half of leave_deadline_s."""
+    last, gone = (SuperLearner(i, 2, "") for i in range(2))
+    meeting, loop = Meeting(2), gone.engine.loop
+    assert loop is not None
+    together(
+        lambda: last.start(meeting),  # the other one only connects: its engine takes no turns
+        lambda: gone.engine._meet_leaders(loop, lambda value: meeting.gather(1, value)),
+    )
+    began = time.monotonic()
+    of_optimizer(last.engine).replace(mock.Mock(memory=last.engine.memory))
+    assert time.monotonic() - began < LONGEST_S / 4
+    gone.engine.stop()
+    gone.engine.release()
+
+
+@pytest.mark.parametrize(
+    ("left", "state"), [([], PeerState.FAILED), ([7], PeerState.LEFT)], ids=["lost", "left"]
+)
+def test_who_has_lost_a_mate_has_failed(
+    started: Callable[..., list[SuperLearner]], left: list[int], state: PeerState
+) -> None:
+    """Though its script caught what it got for the mate, learner 7; one that said that it leaves is none."""
+    a, b = started(2)
+    exchange(a, b)
+    engines = of_optimizer(
+        b.engine,
+        failed_inside=lambda seconds: {7},
+        collectives=mock.Mock(left=lambda: left),
+        teardown=mock.Mock(fails=False),
+    )
+    engines.end()
+    until(lambda: states(a)[1] != PeerState.ALIVE)
+    assert states(a)[1] is state
