@@ -181,37 +181,46 @@ def prepare(parts: dict[str, list[Utterance]], out: Path) -> None:
         Problem: if nothing is left of a split, or a sound cannot be read.
     """
     out.mkdir(parents=True, exist_ok=True)
-    squares, frames, kept = np.zeros(BINS), 0, {}
+    squares, kept = np.zeros(BINS), {}
     for name, given in parts.items():
-        with ProcessPoolExecutor() as workers:
-            pairs = list(zip(given, workers.map(features, given, chunksize=16), strict=True))
-        fit = [(u, m) for u, m in pairs if SHORTEST_S <= len(m) / 100 <= LONGEST_S]
-        if not fit:
-            raise Problem(
-                f"{name} has no utterance of {SHORTEST_S:g} to {LONGEST_S:g} s with a text; "
-                f"it had {len(given)}"
-            )
-        chosen, made = (list(both) for both in zip(*fit, strict=True))
-        kept[name] = chosen
+        kept[name], made = usable(name, given)
         np.save(out / f"{name}.features.npy", np.concatenate(made))
         np.save(out / f"{name}.offsets.npy", np.cumsum([0, *map(len, made)]))
         if name == "train":
-            squares = sum((m.astype(np.float64) ** 2).sum(0) for m in made)
-            frames = sum(map(len, made))
-        minutes = sum(map(len, made)) / 6000
-        out_of_range = (
-            f", {len(given) - len(fit)} too short or too long" if len(given) > len(fit) else ""
-        )
-        print(f"{name}: {len(fit)} utterances, {minutes:.1f} min{out_of_range}", flush=True)
-    letters = sorted({c for u in kept["train"] for c in u.text})
+            squares = mean_squares(made)
     corpus = {
-        "letters": "".join(letters),
-        "deviation": np.sqrt(squares / frames).tolist(),
+        "letters": "".join(sorted({c for u in kept["train"] for c in u.text})),
+        "deviation": np.sqrt(squares).tolist(),
         **{name: [asdict(u) for u in chosen] for name, chosen in kept.items()},
     }
-    part = out / "corpus.part"
+    part = out / "corpus.part"  # a corpus.json that is there is whole
     part.write_text(json.dumps(corpus, ensure_ascii=False), "utf-8")
     part.replace(out / "corpus.json")
+
+
+def usable(name: str, given: list[Utterance]) -> tuple[list[Utterance], list[np.ndarray]]:
+    """Return the utterances of a split that are neither too short nor too long, and their features.
+
+    Raises:
+        Problem: if none is left, or a sound cannot be read.
+    """
+    with ProcessPoolExecutor() as workers:
+        pairs = list(zip(given, workers.map(features, given, chunksize=16), strict=True))
+    fit = [(u, m) for u, m in pairs if SHORTEST_S <= len(m) / 100 <= LONGEST_S]
+    if not fit:
+        raise Problem(
+            f"{name} has no utterance of {SHORTEST_S:g} to {LONGEST_S:g} s with a text; "
+            f"it had {len(given)}"
+        )
+    minutes, left_out = sum(len(m) for _, m in fit) / 6000, len(given) - len(fit)
+    out_of_range = f", {left_out} too short or too long" if left_out else ""
+    print(f"{name}: {len(fit)} utterances, {minutes:.1f} min{out_of_range}", flush=True)
+    return [u for u, _ in fit], [m for _, m in fit]
+
+
+def mean_squares(made: list[np.ndarray]) -> np.ndarray:
+    """Return the mean over all frames of the squared features, shape (BINS,), float64."""
+    return sum((m.astype(np.float64) ** 2).sum(0) for m in made) / sum(map(len, made))
 
 
 def game_of(language: str, game: Path | None, packages: Path) -> dict[str, list[Utterance]]:
