@@ -37,7 +37,7 @@ from examples.acoustic_model.speech import corpus, journal, strategy
 from examples.acoustic_model.speech.model import PRESETS, Shape, windows
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from examples.acoustic_model.speech.rbm import RBM, spread
-from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
+from examples.acoustic_model.train import averaging, is_asynchronous, started
 
 WATCHED = 64  # about so many segments of each split are evaluated after an epoch
 # Ratio of standard deviations from which the guard acts; the factor by which it lowers the rate.
@@ -80,7 +80,7 @@ class Job(NamedTuple):
     """Data and options that the training of all RBMs shares.
 
     Attributes:
-        hvd: the module that horovod_for() returns.
+        hvd: the module that started() returns.
         options: options of the script.
         shape: shape of the DNN.
         train, dev: training and held-out split.
@@ -242,10 +242,7 @@ def main() -> None:
     options = arguments()
     # Check the corpus before hvd.init(), so that a missing one raises a clear error at once.
     corpus.read_json(options.data / "states.json")
-    hvd = horovod_for(options.strategy)
-    torch.set_num_threads(1)
-    hvd.init()
-    options.out.mkdir(parents=True, exist_ok=True)
+    hvd = started(options)
     shape = replace(PRESETS["dnn"], layers=options.layers, hidden=options.hidden)
     splits = [corpus.Split(options.data, name, shape.context) for name in ("train", "dev")]
     if len(splits[0]) < options.batch * hvd.size():

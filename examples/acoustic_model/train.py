@@ -532,16 +532,20 @@ def _timed_epoch(trainer: Trainer, epoch: int) -> float | None:
     return loss
 
 
-def main() -> None:
-    """Import and initialise the chosen Horovod, and train."""
-    options = arguments()
-    # Check the corpus before hvd.init(), so that a missing one raises a clear error at once.
-    corpus.read_json(options.data / "states.json")
+def started(options: argparse.Namespace) -> ModuleType:
+    """Import and initialise the chosen Horovod, and make the folder of the run; return the module."""
     hvd = horovod_for(options.strategy)
     torch.set_num_threads(1)
     hvd.init()
     options.out.mkdir(parents=True, exist_ok=True)
-    train(hvd, options)
+    return hvd
+
+
+def main() -> None:
+    """Check the corpus before hvd.init(), so that a missing one raises a clear error at once; train."""
+    options = arguments()
+    corpus.read_json(options.data / "states.json")
+    train(started(options), options)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 
 from examples.acoustic_model.speech import journal, strategy
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
-from examples.acoustic_model.train import averaging, horovod_for, is_asynchronous
+from examples.acoustic_model.train import averaging, is_asynchronous, started
 from examples.real_speech import corpus
 from examples.real_speech.cuts import CutBatches, check
 from examples.real_speech.model import Recogniser, Shape, augmented, greedy, loss
@@ -254,14 +254,10 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Import and initialise the chosen Horovod, and train."""
+    """Read the corpus before hvd.init(), so that a missing one is told at once; train."""
     options = arguments()
-    corpus.read(options.data)  # before hvd.init(), so that a missing corpus is told at once
-    hvd = horovod_for(options.strategy)
-    torch.set_num_threads(1)
-    hvd.init()
-    options.out.mkdir(parents=True, exist_ok=True)
-    train(hvd, options)
+    corpus.read(options.data)
+    train(started(options), options)
 
 
 if __name__ == "__main__":
