@@ -97,6 +97,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name, low, high in (("seed", 0, 2**31 - 1), ("epochs", 1, 10_000), ("batch", 1, 2**20)):
         within(f"--{name}", getattr(options, name), low, high)
+    if options.slow:
+        within("FACTOR of --slow", options.slow[1], 1, 1e6)
     _require_no_plateau(options)
     held = max(1, options.epochs * 5 // 8)  # epochs before the rate falls
     options.anneal = held if options.anneal is None else options.anneal

@@ -34,6 +34,7 @@ from examples.studies.claim import (
     study,
     table,
     tasks,
+    train,
 )
 from examples.studies.claim.curves import Point, at_samples, last_until, time_to, told
 from examples.studies.claim.recorder import Recorder, copied, copy_file, log_file, start_file
@@ -236,6 +237,12 @@ def test_what_cannot_run_here_says_why(tmp_path: Path, monkeypatch: pytest.Monke
 def test_wrong_arguments(words: list[str], message: str) -> None:
     with pytest.raises(Problem, match=message):
         script.arguments(words)
+
+
+def test_a_learner_cannot_be_made_faster(tmp_path: Path) -> None:
+    words = ["--task", "text", "--scheme", "ddp", "--seed", "0", "--speech", "", "--times", "1"]
+    with pytest.raises(Problem, match=r"--slow is 0\.5, allowed are 1 to 1e\+06"):
+        train.arguments([*words, "--folder", str(tmp_path), "--slow", "0.5"])
 
 
 def test_an_unknown_task() -> None:

@@ -149,6 +149,11 @@ def test_a_disturbance_that_cannot_be_read_is_refused(value, capsys) -> None:
     assert script.arguments(["--kill", "3:0.5"]).kill == (3, 0.5)
 
 
+def test_no_learner_is_made_faster() -> None:
+    with pytest.raises(Problem, match=r"FACTOR of --slow is 0\.5, allowed are 1 to 1e\+06"):
+        script.arguments(["--slow", "3:0.5"])
+
+
 def killed_run(folder: Path, finishes: bool, scheme: str = "hadpsgd") -> demo.launch.Training:
     options = demo.arguments(["--out", str(folder)])
     one = demo.training(demo.Kind(scheme, "killed"), 0, options)

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: learn
 
 import torch
 
-from examples.acoustic_model.speech.problem import new_parser, run
+from examples.acoustic_model.speech.problem import new_parser, run, within
 from examples.studies.claim import tasks
 from examples.studies.claim.recorder import Recorder
 from examples.studies.claim.schemes import SCHEMES
@@ -33,7 +33,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--slow", type=float, default=1.0, help="how many times as long the last learner computes")
     add("--kill", type=float, help="seconds after which the last learner is killed")
     add("--folder", type=Path, required=True, help="where copies are written")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    within("--slow", options.slow, 1, 1e6)
+    return options
 
 
 def main() -> None:
