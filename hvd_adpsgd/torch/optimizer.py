@@ -207,9 +207,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped.process_set = ranks
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
-        become_plain(
-            wrapped, type(optimizer), compares=not (spec.averages_gradients or spec.is_sharded)
-        )
+        compares = not (spec.averages_gradients or spec.is_sharded)
+        become_plain(wrapped, type(optimizer), spec.trained, compares)
         if world.config.timeline is not None:
             record_parts(wrapped, StepRecord(world))
         bind(optimizer, wrapped, functools.partial(is_plain_in_use, weakref.ref(world)))

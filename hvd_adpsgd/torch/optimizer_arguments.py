@@ -24,7 +24,7 @@ from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
-from hvd_adpsgd.training.sharded import require_whole_shards
+from hvd_adpsgd.training.sharded import is_sharded, require_whole_shards
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
 from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
 
@@ -306,6 +306,11 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
         return []
     pairs = listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)
     _require_named("buffers", pairs)
+    cut = next((name for name, b in pairs if is_sharded(b)), None)
+    if cut is not None:
+        raise ModelMismatchError(
+            f"buffers= has {cut!r}, a DTensor, and the leader's buffers are averaged. Leave it out."
+        )
     return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
 
 

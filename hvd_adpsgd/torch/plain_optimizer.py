@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hvd_adpsgd.training.inner_averaging import (
     require_no_handles,
 )
 from hvd_adpsgd.training.optimizer_state import keeping_held
+from hvd_adpsgd.training.sharded import require_not_replaced
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = [
@@ -39,7 +40,12 @@ __all__ = [
 log = logging.getLogger("hvd_adpsgd")
 
 
-def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer], compares: bool = False) -> None:
+def become_plain(
+    wrapped: Any,
+    parent: type[torch.optim.Optimizer],
+    named: Iterable[tuple[str, torch.Tensor]],
+    compares: bool = False,
+) -> None:
     """Adapt Horovod's wrapped optimizer, in a job of one super learner, to what torch's users expect.
 
     Changes the class that Horovod has made for this instance: step hooks run once, and a script may derive
@@ -48,10 +54,12 @@ def become_plain(wrapped: Any, parent: type[torch.optim.Optimizer], compares: bo
     Args:
         wrapped: the optimizer that Horovod has made.
         parent: the user's class.
+        named: names and parameters that it trains.
         compares: whether the script averages gradients, so that the learners compare them in some steps.
     """
     kind = type(wrapped)
     kind._parent, kind.close, kind._closed = parent, _plain_close, False
+    kind._unseen = list(named)  # until the first step has looked at the model
     kind.zero_grad, kind.load_state_dict = _plain_zero_grad, _plain_load_state_dict
     if not hasattr(wrapped, "_starting_models"):
         kind.step = plain_step
@@ -152,6 +160,9 @@ def record_parts(wrapped: Any, record: StepRecord) -> None:
 
 
 def _synchronize_for_step(self: Any) -> None:
+    if self._unseen:
+        require_not_replaced(self._unseen)
+        self._unseen = []
     if self._should_synchronize:
         if self._synchronized:
             warnings.warn(

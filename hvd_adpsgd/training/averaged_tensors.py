@@ -16,6 +16,7 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.consistency import require_known, require_same_inside, unanimous
 from hvd_adpsgd.training.cores import pass_threads
 from hvd_adpsgd.training.parameters import AveragingSpec, Parameters
+from hvd_adpsgd.training.sharded import require_not_replaced
 from hvd_adpsgd.training.staging import PIECE_NBYTES, Staging
 from hvd_adpsgd.training.supported import require_no_ddp
 
@@ -55,8 +56,7 @@ class AveragedTensors:
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self.parameters.add(named))
         ]
-        # whether the first step has found that DistributedDataParallel does not average gradients, too
-        self._alone = not spec.averages_gradients
+        self._unseen: AveragingSpec | None = spec  # until the first step has looked at the model
         # for parameters on devices: a Staging per shard, which copies to and from the engine; that of the own
         # shard last, as it checks for NaN after all corrections are applied
         self._stagings: list[Staging] = []
@@ -81,11 +81,17 @@ class AveragedTensors:
         self.trained.update(id(tensor) for _, tensor in named)
 
     def require_known(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise ModelMismatchError if a trained parameter in `groups` is not averaged, or DDP averages it."""
+        """Raise ModelMismatchError if a trained parameter in `groups` is not averaged, or DDP averages it.
+
+        The first call also raises it if fully_shard has replaced one.
+        """
         require_known(self.trained, groups)
-        if not self._alone:  # frameworks put DDP around the model after the optimizer is wrapped
+        if self._unseen is None:
+            return
+        require_not_replaced(self._unseen.trained)
+        if self._unseen.averages_gradients:  # frameworks put DDP around the model late
             require_no_ddp({p for group in groups for p in group["params"]})
-            self._alone = True
+        self._unseen = None
 
     def bind(self, memory: ModelMemory) -> None:
         """Use `memory` as the engine's: parameters on devices are copied to and from `memory` from now on."""

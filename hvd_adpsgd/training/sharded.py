@@ -6,6 +6,7 @@ learners. No learner holds the whole model.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,7 +15,14 @@ import torch
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["is_sharded", "local", "require_whole_shards", "reshard", "sharding"]
+__all__ = [
+    "is_sharded",
+    "local",
+    "require_not_replaced",
+    "require_whole_shards",
+    "reshard",
+    "sharding",
+]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -47,7 +55,39 @@ def sharding(tensor: torch.Tensor) -> str:
     if not is_sharded(tensor):
         return ""
     its: Any = tensor
-    return f" {its.placements} on {tuple(its.device_mesh.shape)}"
+    ranks = its.device_mesh.mesh.flatten().tolist()
+    order = [sorted(ranks).index(rank) for rank in ranks]  # else counterparts hold other parts
+    on = tuple(its.device_mesh.shape) if order == sorted(order) else f"learners {order}"
+    return f" {its.placements} on {on}"
+
+
+def require_not_replaced(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise ModelMismatchError if the model has DTensors in the place of an optimizer's parameters.
+
+    fully_shard and tensor parallelism give modules new parameters. An optimizer of the old ones gets no
+    gradients, and would change nothing. Looks through all objects of the process, if it uses DTensors.
+
+    Args:
+        named: names and parameters that the optimizer trains, before its first step.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    lost = {id(p): (name, p) for name, p in named if not is_sharded(p) and p.grad is None}
+    if module is None or not lost:
+        return
+    present: set[torch.Size] = set()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.nn.Module):
+            for parameter in thing.__dict__.get("_parameters", {}).values():
+                lost.pop(id(parameter), None)
+                if isinstance(parameter, module.DTensor) and parameter.requires_grad:
+                    present.add(parameter.shape)
+    for name, parameter in lost.values():
+        if parameter.shape in present:
+            raise ModelMismatchError(
+                f"parameter {name!r} of the optimizer is in no module any more, and gets no gradient: "
+                "fully_shard or tensor parallelism has put a DTensor in its place after the optimizer was "
+                "made. Make and wrap the optimizer after fully_shard."
+            )
 
 
 def require_whole_shards(
@@ -74,8 +114,8 @@ def require_whole_shards(
         plain = next(name for name, tensor in named if not is_sharded(tensor))
         raise ModelMismatchError(
             f"parameter {cut[0][0]!r} is sharded over the super learner, and {plain!r} is not: every learner "
-            "holds it whole. Use fully_shard on the whole model, without ignored_params; or wrap an "
-            "optimizer of its own for each kind."
+            "holds it whole. Use fully_shard on the whole model, without ignored_params and tensor "
+            "parallelism; or wrap an optimizer of its own for each kind."
         )
     if cut and len(set(sizes)) > 1:
         raise ModelMismatchError(
@@ -87,12 +127,19 @@ def require_whole_shards(
 
 
 def _require_fit(name: str, tensor: Any, are_inside: Callable[[Sequence[int]], bool]) -> None:
-    alike = [placement for placement in tensor.placements if not placement.is_shard()]
-    if alike:
+    shape = tuple(tensor.device_mesh.shape)
+    if len(shape) > 1:
         raise ModelMismatchError(
-            f"parameter {name!r} is a DTensor with {alike[0]} in {tensor.placements}: learners of a super "
-            "learner would average the same shard apart. Use a mesh of one dimension over all learners of "
-            "the super learner: super learners take the place of HSDP's replicas."
+            f"parameter {name!r} is a DTensor with {tensor.placements} on a mesh of {shape}, as HSDP and "
+            "tensor parallelism beside fully_shard make them. Use fully_shard alone, on a mesh of one "
+            "dimension over all learners of the super learner: super learners take the place of HSDP's "
+            "replicas."
+        )
+    if not tensor.placements[0].is_shard():
+        raise ModelMismatchError(
+            f"parameter {name!r} is a DTensor with {tensor.placements}: learners of the super learner hold "
+            "it alike, and would average it apart. Use fully_shard in the place of tensor parallelism, or "
+            "leave out what tensor parallelism replicates (bias=False)."
         )
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     if not are_inside(ranks):

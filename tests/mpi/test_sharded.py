@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TORCH = {"HVD_ADPSGD_INNER": "torch"}
 IMPORTS = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
 CASES = (
-    *("SGD", "AdamW", "accumulation", "mixed precision", "means", "evaluated", "states", "added"),
-    *("refusals", "nonfinite"),
+    *("SGD", "AdamW", "accumulation", "mixed precision", "tensor parallel", "means", "evaluated"),
+    *("states", "added", "refusals", "late fully_shard", "late tensor parallel", "nonfinite"),
 )
 Facts = dict[str, Any]
 
@@ -65,6 +65,11 @@ def test_the_gathered_mean_moves_by_local_updates_only(case: str) -> None:
         assert facts["held"] <= tensors * facts["own"] + 128, facts  # chunks end at 64 bytes
 
 
+def test_tensor_parallelism_that_replicates_nothing() -> None:
+    for facts in first()["tensor parallel"]:
+        require_law(facts, 1e-13)
+
+
 def test_mixed_precision() -> None:
     for facts in first()["mixed precision"]:
         require_law(facts, 1e-6)
@@ -102,6 +107,19 @@ def test_what_is_added_has_to_be_sharded_alike() -> None:
 def test_one_super_learner() -> None:
     for facts in said("one super learner", learners=2, size=2, **TORCH)["one super learner"]:
         assert facts["same"]
+        require_replaced(facts)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "tensor parallel"])
+def test_a_model_that_is_cut_after_its_optimizer_is_wrapped(how: str) -> None:
+    """torch itself says nothing, and trains nothing."""
+    for facts in first()[f"late {how}"]:
+        require_replaced(facts)
+
+
+def require_replaced(facts: Facts) -> None:
+    for part in ("ModelMismatchError: parameter '0.weight'", "in no module", "after fully_shard."):
+        assert part in facts["error"], facts
 
 
 @pytest.mark.parametrize(
@@ -111,7 +129,12 @@ def test_one_super_learner() -> None:
             "mixed",
             ("ModelMismatchError", "is not: every learner", "Use fully_shard on the whole"),
         ),
-        ("replicated", ("ModelMismatchError", "Replicate", "HSDP", "mesh of one dimension")),
+        ("replicated", ("ModelMismatchError", "'allreduce.noname.0.0'", "(Replicate(),)")),
+        ("tensor parallel", ("parameter 'allreduce.noname.0.3'", "(Replicate(),)", "bias=False")),
+        ("HSDP", ("ModelMismatchError", "Replicate", "HSDP", "mesh of one dimension")),
+        ("two dimensions", ("ModelMismatchError", "(2, 1)", "Use fully_shard alone")),
+        ("order", ("ModelMismatchError: hvd.DistributedOptimizer: models differ", "[1, 0]")),
+        ("DTensor", ("ModelMismatchError: buffers= has 'weight'", "Leave it out")),
         ("elsewhere", ("ModelMismatchError", "are not the learners", "super_learner_group()")),
         ("rounds", ("ConfigError", "averaging=delay_by_one", "use random_pairs")),
         ("buffers", ("ConfigError", "buffers=", "leave buffers out")),

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from inner import outcome
 from learner import say
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import AdpsgdError
@@ -55,6 +56,17 @@ def transformer(dtype: torch.dtype = torch.float64, seed: int = 0, **how: Any) -
     return model
 
 
+def perceptron(bias: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(12, 18, bias=bias), torch.nn.ReLU(), torch.nn.Linear(18, 12, bias=bias)
+    return torch.nn.Sequential(*layers)
+
+
+def tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (hvd.super_learner.size(),))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
 def parts(model: torch.nn.Module) -> list[torch.Tensor]:
     with torch.no_grad():
         return [p.to_local().detach() for p in model.parameters()]  # type: ignore[attr-defined]
@@ -85,7 +97,9 @@ class Steps:
         self.optimizer: Any = hvd.DistributedOptimizer(optimizer, named_parameters=named)
         self.optimizer.register_step_pre_hook(self.before)
         self.optimizer.register_step_post_hook(self.after)
-        self.data = torch.Generator().manual_seed(hvd.rank())
+        # with tensor parallelism the learners of a super learner have the same data
+        seed = hvd.rank() if isinstance(model, FSDPModule) else 100 + hvd.super_rank()
+        self.data = torch.Generator().manual_seed(seed)
         self.dtype = next(model.parameters()).dtype
 
     def before(self, *_: Any) -> None:
@@ -103,7 +117,8 @@ class Steps:
     def step(self, passes: int = 1) -> None:
         self.optimizer.zero_grad()
         for i in range(passes):
-            self.model.set_requires_gradient_sync(i == passes - 1)  # type: ignore[operator]
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(i == passes - 1)
             self.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -128,8 +143,14 @@ class Steps:
 # ---- cases: each returns what is said ---------------------------------------------------------------
 
 
-def law(optimizer: str, dtype: str = "float64", passes: int = 1, **how: Any) -> dict[str, Any]:
-    model = transformer(getattr(torch, dtype), **how)
+def law(
+    optimizer: str,
+    dtype: str = "float64",
+    passes: int = 1,
+    model: torch.nn.Module | None = None,
+    **how: Any,
+) -> dict[str, Any]:
+    model = model or transformer(getattr(torch, dtype), **how)
     steps = Steps(model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01))
     steps.until_corrected(passes)
     error, held = steps.error(), engine_nbytes(steps.optimizer)
@@ -306,7 +327,20 @@ def one_super_learner() -> dict[str, Any]:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     with hvd.averaged(model):
         same = flat(parts(model)).tolist() == before
-    return {"same": same}
+    return {"same": same, **late(fully_shard)}
+
+
+def late(cut: Callable[[torch.nn.Module], object]) -> dict[str, Any]:
+    """The optimizer is wrapped, and its model cut after that."""
+    model = perceptron()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    cut(model)
+    model(torch.ones(3, 12)).square().mean().backward()
+    error = outcome(optimizer.step)
+    optimizer.close()
+    return {"error": error}
 
 
 def nonfinite() -> dict[str, Any]:
@@ -363,7 +397,9 @@ def mean_parts(model: torch.nn.Module) -> torch.Tensor:
 
 
 def refusals() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (hvd.super_learner.size(),))
+    size = hvd.super_learner.size()
+    mesh, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (size, 1))
+    turned = range(size) if hvd.super_rank() else range(size - 1, -1, -1)
     alone = torch.distributed.new_group(
         [torch.distributed.get_rank()], use_local_synchronization=True
     )
@@ -377,9 +413,9 @@ def refusals() -> dict[str, Any]:
         fully_shard(model, ignored_params=set(model[1].parameters()))
         return model
 
-    def with_placement(mesh: DeviceMesh, placement: Any) -> torch.nn.Module:
+    def with_placement(mesh: DeviceMesh, *placements: Any) -> torch.nn.Module:
         model = torch.nn.Linear(4, 4, bias=False)
-        weight = distribute_tensor(model.weight.detach(), mesh, [placement])
+        weight = distribute_tensor(model.weight.detach(), mesh, placements)
         model.weight = torch.nn.Parameter(weight)
         assert isinstance(model.weight, DTensor)
         return model
@@ -387,6 +423,13 @@ def refusals() -> dict[str, Any]:
     return {
         "mixed": wrap(ignoring()),
         "replicated": wrap(with_placement(mesh, Replicate())),
+        "HSDP": wrap(with_placement(square, Replicate(), Shard(0))),
+        "two dimensions": wrap(with_placement(square, Shard(0), Shard(1))),
+        "tensor parallel": wrap(tensor_parallel(perceptron(bias=True))),
+        "order": wrap(with_placement(DeviceMesh("cpu", list(turned)), Shard(0))),
+        "DTensor": wrap(
+            torch.nn.Linear(2, 2), buffers=with_placement(mesh, Shard(0)).named_parameters()
+        ),
         "elsewhere": wrap(with_placement(DeviceMesh.from_group(alone, "cpu"), Shard(0))),
         "rounds": wrap(transformer(), averaging="delay_by_one"),
         "buffers": wrap(transformer(), buffers=torch.nn.BatchNorm1d(3)),
@@ -427,6 +470,9 @@ def main() -> None:
             "float32",
             mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32),
         ),
+        "tensor parallel": lambda: law("AdamW", model=tensor_parallel(perceptron().double())),
+        "late fully_shard": lambda: late(fully_shard),
+        "late tensor parallel": lambda: late(tensor_parallel),
         "means": means,
         "refusals": refusals,
         "checkpoint": lambda: checkpoint(folder),
