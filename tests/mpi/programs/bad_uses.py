@@ -731,7 +731,10 @@ def main() -> None:
         hvd.init(process_sets=sets, config=Config(super_learner_size=4))
         say(case="other_sets", **outcome(functools.partial(other_sets, *sets)))
         hvd.shutdown()
+    inner = Config(inner="torch" if backend() == "horovod" else "horovod")
+    other_backend = outcome(lambda: hvd.init(config=inner))
     hvd.init(config=Config(super_learner_size=2, timeline="/nowhere/at/all.json"))
+    say(case="inner", **other_backend)
     say(case="no_timeline", **outcome(value()))
 
 
