@@ -37,7 +37,13 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("absorb", "calibrate", "kernels", "peers")  # benchmarks that _measure() does not launch
+_HERE = (
+    "absorb",
+    "calibrate",
+    "kernels",
+    "peers",
+    "storm",
+)  # benchmarks that _measure() does not launch
 
 # Lower bounds of arguments that have one meaning in all benchmarks; _LEAST_OF has those of one benchmark.
 _LEAST = {
@@ -107,6 +113,23 @@ _MEANINGS = {
     "*.mean_ms": "a mean of all while nothing else runs",
     "step_ms": "a step's work on the model beside the optimizer: corrections, copy for the engine",
     "chunk_us": "the engine's work on a chunk: snapshot and merge",
+    "*.steps_kept": "steps per second of a slot that is there and not stopped / without faults",
+    "*.participation": "exchanges per second of such a slot / without faults; torchft: share in a sync",
+    "*.exchanges_kept": "exchanges (torchft: syncs) per second of such a slot / without faults",
+    "*.kill_to_step_s": "from a kill to the replacement's first step, median",
+    "*.kill_to_step_without_imports_s": "the same without the start of Python and its imports",
+    "*.kill_to_exchange_s": "from a kill to the replacement's first exchange or sync, median",
+    "*.not_replaced": "kills without a replacement that has made a step",
+    "*.redone_steps": "steps made again from a checkpoint; they count once",
+    "*.hangs": "a slot made no step for 60 s, though there and not stopped",
+    "*.ended_by_themselves": "processes that no fault has ended",
+    "*.killed_at_the_end": "processes that did not end within 30 s",
+    "*.sent_mb": "of models, all slots together; only hadpsgd counts it",
+    "*.rss_mib": "resident memory of a learner at the end, median",
+    "*.descriptors": "open files of a learner at the end, largest",
+    "*.loss": "of the mean model at the end, held-out, nats per byte",
+    "*.jump": "largest rise of this loss between two evaluations",
+    "*.left_out": "faults that were not played",
     "*.off_ms": "step of the plain optimizer",
     "*.delay_to_max": "delay_by_one / max(off, mean)",
     "*.delay_to_sum": "delay_by_one / (off + mean)",
@@ -198,6 +221,33 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
                 "libraries to compare",
             ),
             "hosts": ("", "as horovodrun -H: node1:2,node2:2; none: this host"),
+        },
+    ),
+    "storm": (
+        "jobs under a schedule of faults: kills with replacement, stops, slow learners",
+        {
+            "slots": (
+                32,
+                "learners; with fewer than a schedule has, its targets count modulo them",
+            ),
+            "minutes": (30.0, "length of the run, without its start"),
+            "calm": (5.0, "minutes of the run without faults that comes first"),
+            "reference": ("", "--out of another run, whose calm runs are taken instead"),
+            "schedule": ("public_32", "public_32, drawn, none, or a file"),
+            "seed": (0, "of the model, the text and --schedule drawn"),
+            "kills": (60.0, "per hour, of --schedule drawn"),
+            "stops": (15.0, "per hour, of --schedule drawn"),
+            "slows": (15.0, "per hour, of --schedule drawn"),
+            "schemes": (["hadpsgd"], "hadpsgd, torchft_diloco, torchft_local_sgd, horovod"),
+            "step": (1.0, "seconds of a step, most of them sleep"),
+            "admit-every": (1, "steps between two calls of hvd.admit"),
+            "checkpoint-every": (20, "steps between two checkpoints of horovod"),
+            "width": (64, "of the GPT, a multiple of 32"),
+            "layers": (2, "of the GPT"),
+            "every": (10.0, "seconds between two evaluations of the mean model"),
+            "out": ("", "folder for logs and numbers; none: a temporary one"),
+            "picture": ("", "file: also draw participation and loss over time (matplotlib)"),
+            "predict": (False, "also train the schedule in virtual time"),
         },
     ),
     "watching": (
@@ -297,7 +347,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
-    if asked.get("picture"):
+    if args.kind == "overlap" and args.picture:
         return _draw_overlap(asked)
     result: dict[str, Any] | None
     if args.kind in _HERE:

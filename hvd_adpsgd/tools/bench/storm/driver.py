@@ -70,7 +70,9 @@ def _await_steps(job: Job, folder: Path) -> None:
     ends = time.monotonic() + _START_S
     while missing := [slot for slot in range(job.slots) if not job.has_stepped(slot)]:
         if time.monotonic() > ends:
-            tail = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-_LINES:])
+            tail = "\n".join(
+                (folder / "log.txt").read_text(errors="replace").splitlines()[-_LINES:]
+            )
             raise LaunchError(
                 f"bench storm: slots {missing} have made no step after {_START_S:g} s. Pass fewer "
                 f"--slots, or a longer --step. The end of {folder / 'log.txt'}:\n{tail}"
@@ -191,7 +193,7 @@ class Means:
         files = [copy_file(self._folder, number, slot) for slot in range(self._slots)]
         there = [file for file in files if file.exists()]
         if there:
-            total = sum(np.fromfile(file, np.float32).astype(np.float64) for file in there)
-            np.save(mean_file(self._folder, number), (total / len(there)).astype(np.float32))
+            whole = np.mean([np.fromfile(file, np.float32) for file in there], 0, np.float64)
+            np.save(mean_file(self._folder, number), whole.astype(np.float32))
         for file in there:
             file.unlink()

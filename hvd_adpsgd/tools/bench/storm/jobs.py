@@ -178,6 +178,7 @@ class _TorchFT(OneByOne):
     """Replicas of torchft, with the Lighthouse in this process."""
 
     def start(self) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # its Lighthouse prints a line per second
         from torchft._torchft import LighthouseServer
 
         self._lighthouse = LighthouseServer(

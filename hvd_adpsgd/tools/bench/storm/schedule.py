@@ -81,7 +81,9 @@ def _fault(words: list[str], where: str) -> Fault:
         )
     slot = _number(words[2], 0, LARGEST_SLOT, f"{where}: the slot")
     if slot != int(slot):
-        raise ConfigError(f"{where}: the slot is {words[2]}, allowed are whole numbers. Correct it.")
+        raise ConfigError(
+            f"{where}: the slot is {words[2]}, allowed are whole numbers. Correct it."
+        )
     values = [
         _number(word, least, most, f"{where}: the {name}")
         for word, (name, least, most) in zip(

@@ -91,7 +91,7 @@ class Loop:
         ends = time.monotonic() + self._step_s * self._factor()
         self._optimizer.zero_grad()
         loss = work.loss_of(self._model, self._text.batch(self._batch, self._chance))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         time.sleep(max(0.0, ends - time.monotonic()))  # stands for the rest of the computation
         self._optimizer.step()
         return loss.item()
