@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import signal
@@ -115,8 +116,8 @@ class Play:
             self._means.collect()
             time.sleep(_POLL_S)
         self._notes.add("over", self._ends)
-        for pid in self._stopped.values():
-            os.kill(pid, signal.SIGCONT)
+        for slot, pid in list(self._stopped.items()):
+            self._continue(slot, pid)
         self._means.collect(_GRACE_S)
 
     def _plan(self, at_s: float, act: Callable[[], None]) -> None:
@@ -162,10 +163,12 @@ class Play:
         self._plan(now + fault.duration_s, lambda: self._continue(fault.slot, pid))
 
     def _continue(self, slot: int, pid: int) -> None:
-        if self._stopped.get(slot) == pid:
-            del self._stopped[slot]
+        if self._stopped.get(slot) != pid:
+            return
+        del self._stopped[slot]
+        with contextlib.suppress(ProcessLookupError):  # all of a job by horovodrun start again
             os.kill(pid, signal.SIGCONT)
-            self._notes.add("continued", slot=slot)
+        self._notes.add("continued", slot=slot)
 
 
 class Means:

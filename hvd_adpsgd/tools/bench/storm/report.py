@@ -104,7 +104,10 @@ class Run:
         return next(later, None)
 
     def gone(self, slot: int) -> list[Span]:
-        """Return when a slot was dead (until its replacement's first step) or stopped, without overlaps."""
+        """Return when a slot was dead (until its replacement's first step) or stopped, without overlaps.
+
+        A stop is over when the process is continued, is killed, or another one takes its place.
+        """
         spans = []
         for line in self.driver:
             if line.get("slot") != slot:
@@ -115,16 +118,25 @@ class Run:
             elif line["event"] == "stop":
                 ends = [
                     other["t"] for other in self.driver
-                    if other["event"] in ("continued", "kill") and other["slot"] == slot
+                    if other["event"] in ("continued", "kill", "spawned") and other["slot"] == slot
                     and other["t"] > line["t"]
                 ]  # fmt: skip
                 spans.append((line["t"], min(ends, default=math.inf)))
         return united(spans, self.window)
 
     def living_s(self, slot: int, within: Span | None = None) -> float:
-        """Return for how many seconds of the window, or of a part of it, a slot was there and not stopped."""
-        part = within or self.window
-        return part[1] - part[0] - sum(b - a for a, b in united(self.gone(slot), part))
+        """Return for how many seconds of the window, or of a part of it, a slot was there and not stopped.
+
+        A second in which its steps take f times as long counts as 1 / f seconds.
+        """
+        a, b = within or self.window
+        lost = _length(united(self.gone(slot), (a, b)))
+        for line in self.of_driver("slow"):
+            if line["slot"] == slot:
+                part = (max(a, line["t"]), min(b, line["t"] + line["seconds"]))
+                slow_s = max(0.0, part[1] - part[0]) - _length(united(self.gone(slot), part))
+                lost += slow_s * (1 - 1 / line["factor"])
+        return b - a - lost
 
     def living(self, t: float) -> int:
         """Return the number of slots that are there and not stopped at time t."""
@@ -142,6 +154,10 @@ def united(spans: Iterable[Span], within: Span) -> list[Span]:
         else:
             found.append((a, b))
     return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(b - a for a, b in spans)
 
 
 def _life(lines: Sequence[dict[str, Any]]) -> Life:
