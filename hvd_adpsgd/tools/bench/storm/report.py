@@ -210,7 +210,7 @@ def summary(run: Run, is_redone: bool) -> dict[str, Any]:
             line["status"] not in (None, -9) for line in run.of_driver("ended")
         ),
         "killed_at_the_end": sum(line["killed"] for line in run.of_driver("closed")),
-        "sent_mb": sum(step.sent for step in made) / 1e6,
+        "sent_mb": sum(step.sent for step in made) / 1e6 or None,
         **_held(run),
         "faults": _counts(line["event"] for line in run.driver),
         "left_out": _counts(
