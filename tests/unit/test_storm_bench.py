@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from typing import Any
 
@@ -282,3 +283,25 @@ def test_faults_of_replacements_strike_others_in_the_simulation():
         (4.0, "slow", 0, 3.0), (6.0, "slow", 0, 1.0),
     ]  # fmt: skip
     assert left_out == 2  # a cut, and the kill of the last one
+
+
+def test_the_prediction_of_a_short_storm():
+    """Two super learners of four are struck; only the join takes steps of the others."""
+    pytest.importorskip("torch")
+    from hvd_adpsgd.tools.bench.storm import predict
+
+    options = {"slots": 4, "minutes": 1 / 3, "every": 1.0, "width": 32, "layers": 1, "seed": 0}
+    faults = [
+        Fault(1.0, "stop", 2, 4.0),
+        Fault(8.0, "kill", 1),
+    ]  # a join waits for one that is stopped
+    measured = {
+        "calm_steps_per_living_s": 1.0, "steps_kept": 0.5, "participation": 2.0,
+        "kill_to_step_s": 5.0, "kill_to_step_without_imports_s": 3.0,
+    }  # fmt: skip
+    found = predict.predicted(argparse.Namespace(**options), faults, measured)
+    assert (found["failed"], found["joined"], found["left_out"]) == (1, 1, 0)
+    assert (found["step_s"], found["kill_to_request_s"]) == (1.0, 2.0)
+    assert 0.85 < found["steps_kept"] < 1.1
+    assert found["steps_kept_off"] == found["steps_kept"] / 0.5 - 1
+    assert found["participation_off"] == found["participation"] / 2 - 1

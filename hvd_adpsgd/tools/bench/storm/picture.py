@@ -31,7 +31,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], faults: Sequence[Fault], path
     for number, (scheme, result) in enumerate(results.items()):
         curves, colour = result["curves"], f"C{number}"
         part.plot(*_minutes(curves["participation"]), color=colour, label=scheme)
-        loss.plot(*_minutes(curves["loss"]), color=colour, label=scheme)
+        loss.plot(*_minutes(curves["loss"]), color=colour)
         loss.plot(*_minutes(curves["calm_loss"]), color=colour, lw=0.8, ls=":")
     for axis in (part, loss):
         for kind, colour in _COLOURS.items():
@@ -42,7 +42,9 @@ def draw(results: Mapping[str, Mapping[str, Any]], faults: Sequence[Fault], path
             )
         axis.spines[["top", "right"]].set_visible(False)
     part.set(ylabel="participation of the living", ylim=(0, None))
-    loss.set(xlabel="minutes", ylabel="loss of the mean model (dotted: no faults)")
+    loss.set(xlabel="minutes", ylabel="loss of the mean model")
+    loss.plot([], [], color="0.4", lw=0.8, ls=":", label="without faults")
+    loss.legend(frameon=False, fontsize=8)
     part.legend(frameon=False, ncol=4, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

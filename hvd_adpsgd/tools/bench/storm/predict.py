@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from hvd_adpsgd.tools.bench.storm.schedule import Fault
 __all__ = ["predicted", "simulated", "task_of"]
 
 _BYTES_PER_S, _LATENCY_S = 1e9, 1e-4  # of loopback on a busy host; models are small
-_REPLACE_S = 10.0  # from a kill to the replacement's request, if nothing was measured
+_REPLACE_S = 10.0  # from a kill to the replacement's request, if none was measured
 _LENGTH, _BATCH, _RATE = 64, 8, 2e-3  # as in the package's __init__
 
 
@@ -37,23 +36,29 @@ def predicted(
     Args:
         args: options of `bench storm`.
         faults: what was played.
-        measured: the report of hadpsgd; None: there is none. Its step without faults, and its time from a
-            kill to the replacement's first step, are those of the simulation.
+        measured: the report of hadpsgd; None: there is none. Its step without faults, and the time that a
+            replacement needs to start, are those of the simulation.
     """
     measured = measured or {}
     speed = measured.get("calm_steps_per_living_s")
-    back_s = measured.get("kill_to_step_s") or _REPLACE_S
     step_s = 1 / speed if speed else args.step
+    asks_s = _asks_s(measured)
     struck, left_out = simulated(faults, args.slots)
     task = task_of(args)
-    storm = _train(args, task, step_s, struck, back_s)
+    storm = _train(args, task, step_s, struck, asks_s)
     calm = _train(args, task, step_s, [], None)
-    found = _numbers(storm, calm, _living_s(faults, args, back_s))
-    found |= {"left_out": left_out, "replacement_s": back_s, "step_s": step_s}
+    found = _numbers(storm, calm, _living_s(storm) - _lost_s(struck, 60 * args.minutes))
+    found |= {"left_out": left_out, "step_s": step_s, "kill_to_request_s": asks_s}
     for name in ("steps_kept", "participation"):
         if measured.get(name):
             found[f"{name}_off"] = found[name] / measured[name] - 1
     return found
+
+
+def _asks_s(measured: Mapping[str, Any]) -> float:
+    """Return the seconds from a kill until a new process, with all imports, asks to join."""
+    back_s, without_s = (measured.get(f"kill_to_step{what}_s") for what in ("", "_without_imports"))
+    return _REPLACE_S if back_s is None or without_s is None else back_s - without_s
 
 
 def simulated(faults: Sequence[Fault], slots: int) -> tuple[list[scenario.Fault], int]:
@@ -114,18 +119,27 @@ def _train(
         seed=args.seed,
     )
     points = max(1, int(60 * args.minutes / args.every))
-    threads = os.cpu_count() or 1
-    return train(task, cluster, faults=faults, points=points, threads=threads, replace_s=replace_s)
+    return train(task, cluster, faults=faults, points=points, replace_s=replace_s)
 
 
-def _living_s(faults: Sequence[Fault], args: argparse.Namespace, back_s: float) -> float:
-    """Return for how many seconds slots are there and not stopped, if nothing overlaps."""
-    seconds = 60 * args.minutes
-    lost = {"kill": lambda fault: back_s, "stop": lambda fault: fault.duration_s}
-    lost_s = sum(
-        min(lost[fault.kind](fault), seconds - fault.at_s) for fault in faults if fault.kind in lost
-    )
-    return args.slots * seconds - lost_s
+def _living_s(outcome: Outcome) -> float:
+    """Return the seconds of all super learners together in which they trained, by the points."""
+    pairs = itertools.pairwise(outcome.points)
+    return sum((a.training + b.training) / 2 * (b.time_s - a.time_s) for a, b in pairs)
+
+
+def _lost_s(struck: Sequence[scenario.Fault], seconds: float) -> float:
+    """Return the seconds in which super learners were stopped, or slow, as far as their steps were longer."""
+    lost_s, slow = 0.0, {}
+    for fault in sorted(struck, key=lambda fault: fault.at_s):
+        if fault.kind == "stop":
+            lost_s += min(fault.value, seconds - fault.at_s)
+        elif fault.kind == "slow" and fault.value > 1:
+            slow[fault.who] = fault
+        elif fault.kind == "slow" and fault.who in slow:
+            since = slow.pop(fault.who)
+            lost_s += (min(fault.at_s, seconds) - since.at_s) * (1 - 1 / since.value)
+    return lost_s
 
 
 def _numbers(storm: Outcome, calm: Outcome, living_s: float) -> dict[str, Any]:
