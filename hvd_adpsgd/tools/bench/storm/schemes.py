@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -77,15 +76,13 @@ class Adpsgd(Scheme):
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         self.hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        known = inspect.signature(self.hvd.admit).parameters
-        self._how = {"blocking": False} if "blocking" in known else {}
-        steps = self.hvd.admit(model, optimizer, state=0, **self._how)
+        steps = self.hvd.admit(model, optimizer, state=0, blocking=False)
         published(listener_file(self.folder, self.slot), self.hvd.listener())
         return int(steps)
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         if steps % self.settings["admit_every"] == 0:
-            self.hvd.admit(model, optimizer, state=steps, **self._how)
+            self.hvd.admit(model, optimizer, state=steps, blocking=False)
 
     def shown(self) -> dict[str, Any]:
         found = self.hvd.metrics()
