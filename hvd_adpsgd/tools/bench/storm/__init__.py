@@ -33,7 +33,7 @@ _LEAST = {
     "width": 32, "layers": 1, "every": 1.0, "kills": 0.0, "stops": 0.0, "slows": 0.0,
 }  # fmt: skip
 _LENGTH, _BATCH, _RATE = 64, 8, 2e-3  # bytes of a sequence, sequences of a step, rate of AdamW
-_BIN_S = 30.0  # of participation over time
+_BIN_S, _BINS = 30.0, 10  # of participation over time: length, and the least number of a short run
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.picture and reports:
         from hvd_adpsgd.tools.bench.storm import picture
 
-        picture.draw(reports, faults, args.picture)
+        played = [fault for fault in faults if fault.kind != "cut"]
+        picture.draw(reports, played, args.picture)
     if not args.json:
         result |= {
             name: {k: v for k, v in r.items() if k != "curves"} for name, r in reports.items()
@@ -135,15 +136,16 @@ def _measured(
     calm = _reference(scheme, args)
     if calm is None:
         calm = _run(scheme, args, [], args.calm, folder / "calm")
-    return _beside(_run(scheme, args, faults, args.minutes, folder / "storm"), calm)
+    storm = _run(scheme, args, faults, args.minutes, folder / "storm")
+    return _beside(storm, calm, min(_BIN_S, 60 * args.minutes / _BINS))
 
 
-def _beside(storm: dict[str, Any], calm: dict[str, Any]) -> dict[str, Any]:
+def _beside(storm: dict[str, Any], calm: dict[str, Any], bin_s: float) -> dict[str, Any]:
     from hvd_adpsgd.tools.bench.storm import report
 
     curves = {
         "participation": report.participation_over_time(
-            storm.pop("run"), calm["exchanges_per_living_s"], _BIN_S
+            storm.pop("run"), calm["exchanges_per_living_s"], bin_s
         ),
         "loss": storm.pop("losses"),
         "calm_loss": calm["losses"],
