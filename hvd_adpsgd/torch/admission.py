@@ -32,10 +32,11 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.torch.meeting import have_met, meets, waits_anyway
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
+from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
 from hvd_adpsgd.training.model_average import mean_model, mean_moments
-from hvd_adpsgd.training.pause import averaging_paused, resume
+from hvd_adpsgd.training.pause import paused, resume
 from hvd_adpsgd.training.presence import held, live, order_as, renumber
 from hvd_adpsgd.training.sharded import reshard
 
@@ -114,19 +115,23 @@ def admit(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     order_as(optimizers)
     if joins:
-        with held(world, DOING):
+        with held(world, DOING, known=optimizers):
             state = _arrive(world, model, optimizers)
         have_met(worlds.current())
         tell_membership(worlds.current(), joined=True)
         return state
     if world.is_plain:
         return state
-    with counted(DOING), on_failure("continue"), held(world, DOING, by_job=True):
+    with (
+        counted(DOING),
+        on_failure("continue"),
+        held(world, DOING, by_job=True, known=optimizers) as averagings,
+    ):
         packed, problem = _packed(state)
         stay = set() if blocking else world.collectives.finished()
         chosen = _survey(world, patience_s, problem, stay)
         if chosen is not None:
-            _admit(world, chosen, model, optimizers, packed)
+            _admit(world, chosen, model, optimizers, averagings, packed)
     have_met(worlds.current())
     tell_membership(worlds.current(), joined=False)
     return state
@@ -365,6 +370,7 @@ def _admit(
     chosen: _Coming,
     model: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
+    averagings: list[Averaging],
     state: bytes,
 ) -> None:
     """Connect all learners to the joining super learner and send it the state; without it if it fails."""
@@ -375,7 +381,7 @@ def _admit(
     offer = JoinOffer.of(world, chosen.number, chosen.request, chosen.rank)
     senders = _senders(world, chosen.rank)
     share = shares(model, len(senders))[senders.index(world.rank)] if world.rank in senders else ()
-    with averaging_paused():
+    with paused(world, DOING, averagings):
         values = mean_model(model, share)
         moments = mean_moments(live(), candidate is not None)
         data = _state_for(candidate, optimizers, state, moments)

@@ -50,7 +50,12 @@ def stop_unreferenced() -> None:
 
 
 @contextlib.contextmanager
-def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averaging]]:
+def held(
+    world: World,
+    doing: str,
+    by_job: bool = False,
+    known: Sequence[torch.optim.Optimizer] = (),
+) -> Iterator[list[Averaging]]:
     """Yield the Averaging of each optimizer that all learners of this super learner hold, oldest first.
 
     For operations over all learners, all of which enter the `with` block together. An averaging ends in a
@@ -61,8 +66,13 @@ def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averag
         world: the World of this learner.
         doing: name of the operation, for messages.
         by_job: whether all learners of the job must hold an optimizer, not only those of the super learner.
+        known: optimizers that the caller holds. The garbage collector, which takes tenths of a second, need
+            not look whether the script has dropped these.
     """
-    stop_unreferenced()
+    if all(any(a.optimizer() is one for one in known) for a in live()):
+        stop_dropped()
+    else:
+        stop_unreferenced()
     mine = live()
     optimizers = [averaging.optimizer() for averaging in mine]  # keeps the optimizers alive
     told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))

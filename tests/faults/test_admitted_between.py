@@ -49,6 +49,7 @@ def test_nobody_waits_for_a_stopped_super_learner(tmp_path: Path, of: int, launc
     """The stop ends when another super learner has made 30 steps, and as many calls, meanwhile."""
     result = train(tmp_path, 3 * of, of=of, launcher=launcher)
     require_replaced(result, 3 * of, of)
+    assert all(facts["collections"] == 0 for facts in result.by_rank()), result.report()
     calls = {facts["super"]: facts["calls"] for facts in result.by_rank()}
     assert calls[0] != calls[1]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import hvd_adpsgd.torch as hvd
+import hvd_adpsgd.training.presence as presence
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 PAUSE_S, SLOW_S = 0.01, 0.05  # of a step
@@ -37,6 +38,7 @@ class Run:
         self.ends = time.monotonic() + GIVES_UP_S
 
     def train(self) -> None:
+        collected = count_collections()
         calls = self.admit(0)
         if NEW:
             self.note("joined")
@@ -50,6 +52,7 @@ class Run:
         metrics = hvd.metrics()
         facts = {"rank": hvd.rank(), "super": self.me, "new": NEW, "steps": self.step}
         facts |= {"calls": calls, "size": hvd.size(), "exchanges": metrics["exchanges"]}
+        facts["collections"] = len(collected)
         with open(1, "wb", closefd=False) as out:  # os.write may write a part only
             out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
 
@@ -101,6 +104,14 @@ class Run:
 
     def told(self, what: str) -> bool:
         return (self.args.folder / what).exists()
+
+
+def count_collections() -> list[object]:
+    """A list that grows with each full garbage collection of the library, whose optimizers admit is given."""
+    found: list[object] = []
+    collect = presence.gc.collect
+    presence.gc.collect = lambda: found.append(None) or collect()
+    return found
 
 
 def main() -> None:
