@@ -9,32 +9,19 @@ from tests.launcher import run_learners
 pytestmark = pytest.mark.mpi
 
 AUTO = """
-    import torch
     import hvd_adpsgd.torch as hvd
+    from tests.sharing import Training
     hvd.init()
     falls = sys.argv[1] == "falls"
-    model = torch.nn.Linear(1000, 600, bias=False)  # 37 chunks of 64 KiB
-    torch.manual_seed(hvd.super_rank())
-    with torch.no_grad():
-        model.weight.copy_(torch.randint(-1000, 1000, model.weight.shape) / 8)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        named_parameters=model.named_parameters(),
-        exchange_share="auto",
-    )
-    flat = model.weight.detach().reshape(-1)
-    mean = lambda: hvd.allreduce(flat.double(), op=hvd.Average)
-    before, ends, done, shares = mean(), time.monotonic() + 90, [False], set()
+    training = Training(600, 1000, idle_s=0.01)  # 37 chunks of 64 KiB
+    ends, done, shares = time.monotonic() + 90, [False], set()
     while not all(done):
         for _ in range(16):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1000)).sum().backward()
-            time.sleep(0.01)  # so that an exchange per step is little for the machine
-            optimizer.step()
+            training.step()
             if hvd.is_leader():
                 shares.add(hvd.metrics()["exchange_share"])
         with hvd.averaging_paused():
-            drift = (mean() - before).abs().max().item()
+            drift = training.drift()
             gone = not hvd.is_leader() or (min(shares) < 1 / 64 if falls else max(shares) > 1 / 4)
             done = hvd.allgather_object(gone or time.monotonic() > ends)
     metrics = hvd.metrics()

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import hvd_adpsgd.torch as hvd
+from tests.sharing import Training
 
 DEADLINE_S = 240.0
 PHASES = ("fast", "slow", "fast")
@@ -20,27 +21,15 @@ PHASES = ("fast", "slow", "fast")
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    torch.manual_seed(hvd.rank())
     folder = Path(sys.argv[1])
-    model = torch.nn.Linear(2000, 1000, bias=False)  # 8 MB: 6.4 s at 10 Mb/s; a chunk 52 ms
-    with torch.no_grad():
-        model.weight.copy_(torch.randint(-1000, 1000, model.weight.shape) / 8)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        named_parameters=model.named_parameters(),
-        exchange_share="auto",
-    )
-    before = hvd.allreduce(model.weight.detach().double(), op=hvd.Average)
+    training = Training(1000, 2000, idle_s=0.08)  # 8 MB: 6.4 s at 10 Mb/s; a chunk 52 ms
     ends = time.monotonic() + DEADLINE_S
     seen: list[dict[str, float]] = []
     for number, phase in enumerate(PHASES):
         began, steps, is_over = time.monotonic(), 0, False
         while not (folder / f"{number}.changed").exists():
             assert time.monotonic() < ends, (phase, seen, hvd.metrics())
-            optimizer.zero_grad()
-            model(torch.ones(1, 2000)).sum().backward()
-            time.sleep(0.08)  # the rest of a gradient
-            optimizer.step()
+            training.step()
             steps += 1
             share = hvd.metrics()["exchange_share"]
             if not is_over and (share > 1 / 4 if phase == "fast" else share < 1 / 24):
@@ -49,8 +38,8 @@ def main() -> None:
                 seen.append({"number": number, "share": share, "steps": steps, "s": took_s})
                 (folder / f"{number}.{hvd.rank()}").touch()
     with hvd.averaging_paused():
-        now = hvd.allreduce(model.weight.detach().double(), op=hvd.Average)
-    facts = {"seen": seen, "drift": (now - before).abs().max().item()}
+        drift = training.drift()
+    facts = {"seen": seen, "drift": drift}
     (folder / f"{hvd.rank()}.json").write_text(json.dumps(facts))
     hvd.shutdown()
 
