@@ -1,5 +1,9 @@
 """The C loops against NumPy, for every element type and wire type."""
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +16,24 @@ DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 PAIRS = [(d, d) for d in DTYPES] + [
     (d, w) for d in ("float32", "float64") for w in ("bfloat16", "float16")
 ]
+
+
+def at_every_length(check: Callable[..., None]) -> Callable[..., None]:
+    """Make one test for all SIZES of check(n, ...): pytest takes longer for a test than most of these do."""
+
+    def test(**given: Any) -> None:
+        for n in SIZES:
+            try:
+                check(n, **given)
+            except AssertionError as error:
+                error.add_note(f"length {n}")
+                raise
+
+    first, *others = inspect.signature(check).parameters.values()
+    assert first.name == "n"
+    test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -56,12 +78,12 @@ def arithmetic(model: np.ndarray, *corrections: np.ndarray, dtype: str) -> np.nd
     return total
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(
     ("dtype", "wire"), [*PAIRS, ("bfloat16", "float32"), ("float16", "float32")]
 )
 @pytest.mark.parametrize("pending", [0, 1, 2])
 @pytest.mark.parametrize("stream", [True, False])
+@at_every_length
 def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending, stream):
     rng = np.random.default_rng(n + pending)
     mirror = draw(rng, n, dtype)
@@ -87,10 +109,10 @@ def test_snapshot_adds_the_pending_corrections(n, dtype, wire, pending, stream):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
+@at_every_length
 def test_merge_adds_the_weighted_difference(n, dtype, wire, fresh, stream):
     rng = np.random.default_rng(n)
     correction = draw(rng, n, wide(dtype))
@@ -117,11 +139,11 @@ def test_partners_get_exactly_opposite_corrections(dtype, wire):
     assert mine.any()
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_correction", [True, False])
 @pytest.mark.parametrize("with_mirror", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
+@at_every_length
 def test_apply_corrects_and_mirrors(n, dtype, with_correction, with_mirror, stream):
     rng = np.random.default_rng(n)
     parameter, correction = draw(rng, n, dtype), draw(rng, n, wide(dtype))
@@ -160,10 +182,10 @@ def test_a_mirror_that_begins_within_a_line(offset, n, dtype):
     assert (room[start + n * size :] == 0x5A).all()
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_mirror", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
+@at_every_length
 def test_apply_replaces_to_the_bit(n, dtype, with_mirror, stream):
     rng = np.random.default_rng(n)
     parameter, mean = draw(rng, n, dtype), draw(rng, n, wide(dtype))
@@ -182,11 +204,11 @@ def test_apply_replaces_to_the_bit(n, dtype, with_mirror, stream):
         np.testing.assert_array_equal(raw(mirror), raw(parameter))
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("replace", [True, False])
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
+@at_every_length
 def test_what_rounding_to_16_bits_holds_back_is_kept(n, dtype, replace, fresh, stream):
     """parameter + back is the sum in float32, to the bit."""
     rng = np.random.default_rng(n)
@@ -240,12 +262,12 @@ def widened(stored: np.ndarray, dtype: str) -> np.ndarray:
     return decode(stored, dtype).astype(wide(dtype))
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("learners", [1, 3, 4])
 @pytest.mark.parametrize(
     ("fresh", "replace"), [(True, False), (False, False), (True, True), (False, True)]
 )
+@at_every_length
 def test_merge_mean(n, dtype, learners, fresh, replace):
     """slot = mean, or slot (+)= mean - own, in the type of sums."""
     rng = np.random.default_rng([n, learners])
