@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 # Before torch: its threads wait for each other in busy loops, on cores that workers and learners share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Against PYTHONDONTWRITEBYTECODE: each run would rewrite the asserts of all tests, 5 CPU s of a worker.
+sys.dont_write_bytecode = False
 
 # A failing example prints the line that reproduces it; no deadline, for the machine may be busy.
 # `make test` tries fewer examples of each property than `make test-all` does.
