@@ -143,6 +143,7 @@ class JoiningSuperLearner:
     Attributes:
         number: see the arguments.
         problem: why its state is failed; "" if it is not.
+        tries: how often all have tried to connect to it.
         conversation, request: its connection to this learner, and its JoinRequest; None until it has
             connected to the listener.
     """
@@ -150,7 +151,7 @@ class JoiningSuperLearner:
     def __init__(
         self, number: int | None, ends: float, processes: Sequence[subprocess.Popen[bytes]] = ()
     ):
-        self.number, self.problem = number, ""
+        self.number, self.problem, self.tries = number, "", 0
         self.conversation: Conversation | None = None
         self.request: JoinRequest | None = None
         self._ends, self._processes = ends, processes

@@ -95,10 +95,24 @@ class JoiningLearner:
     def _requested(self, placements: tuple[Placement, ...]) -> Any:
         options = self._options
         self.secret = _secret(os.environ.get(JOIN_SECRET_FILE) or options.join_secret_file or "")
-        self.conversation = connect(listeners(options), self.secret, options.failure_timeout_s)
         number = os.environ.get(REPLACES)
-        self.conversation.send(JoinRequest(placements, None if number is None else int(number)))
-        return self.conversation.receive(None)
+        request = JoinRequest(placements, None if number is None else int(number))
+        lost: PeerFailedError | None = None
+        while True:
+            try:
+                self.conversation = connect(
+                    listeners(options), self.secret, options.failure_timeout_s
+                )
+            except LaunchError:
+                if lost is not None:
+                    raise lost from None
+                raise
+            try:
+                self.conversation.send(request)
+                return self.conversation.receive(None)
+            except PeerFailedError as error:  # the learner there has failed: another one may listen
+                self.conversation.close()
+                lost = error
 
     def _is_over(self) -> None:
         log.warning("the job ended before this super learner joined.")
@@ -113,12 +127,17 @@ class JoiningLearner:
         rank = told.groups[told.super_rank][everyone.Get_rank()]
         return World.make(told.config, told.placements, told.groups, rank, comms, joining=True)
 
-    def ready(self, world: World, terms: Any) -> tuple[JoinOffer, tuple[int, ...], tuple[int, ...]]:
+    def tell(self, terms: Any) -> None:
+        """Send the job this super learner's strategy, shards and parameters, which must equal the job's."""
+        if self.conversation is not None:
+            with contextlib.suppress(PeerFailedError):  # `ready` raises it
+                self.conversation.send(terms)
+
+    def ready(self, world: World) -> tuple[JoinOffer, tuple[int, ...], tuple[int, ...]]:
         """Wait until the job admits this super learner.
 
         Args:
             world: the world of this learner.
-            terms: this super learner's strategy, shards and parameters, which must equal the job's.
 
         Returns:
             The job including this super learner, the ranks of all its running learners, and the ranks of the
@@ -131,7 +150,6 @@ class JoiningLearner:
         told: Any = ()
         if self.conversation is not None:
             try:
-                self.conversation.send(terms)
                 told = self.conversation.receive(None)
             except PeerFailedError as error:
                 told = error
@@ -143,14 +161,19 @@ class JoiningLearner:
         offer, ranks, senders = told
         return offer, ranks, senders
 
-    def is_in(self, world: World) -> bool:
-        """Return whether the job has switched to the new connections, which include this super learner."""
+    def verdict(self, world: World) -> Any:
+        """Return True if the job has switched to the new connections, which include this super learner.
+
+        False: the job has put this super learner off to a later call of hvd.admit. Else it goes on without.
+        """
         said = None
         if self.conversation is not None:
             with contextlib.suppress(PeerFailedError):
                 said = self.conversation.receive(2 * RECONNECT_S)
-            self.conversation.close()
-        return any(answer is True for answer in world.collectives.gather("admit", said))
+            if said is not False:
+                self.conversation.close()
+        answers = world.collectives.gather("admit", said)
+        return next((said for said in answers if said is not None), None)
 
 
 def _secret(name: str) -> bytes:

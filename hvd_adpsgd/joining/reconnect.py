@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,12 @@ from hvd_adpsgd.messaging.sockets import Communicator, Hub
 
 __all__ = [
     "RECONNECT_S",
+    "CandidatesGather",
     "Gather",
+    "MembersGather",
     "NewGroup",
     "NotReconnectedError",
     "connect_anew",
-    "gather_as_candidate",
-    "gather_with",
     "give",
     "receive",
 ]
@@ -47,7 +47,26 @@ log = logging.getLogger("hvd_adpsgd")
 RECONNECT_S = 10.0  # longest wait of the learners for each other while they make new connections
 TRANSFER_S = 600.0  # longest time to send a joining super learner its state
 
-Gather = Callable[[Any], list[Any]]
+_VALUE, _MADE = "value", "made"  # of a gather before the connections are made, of the last one
+
+
+class Gather(Protocol):
+    """Gathers a value from each learner of the job and of the joining super learner, by rank.
+
+    If a learner of the job fails, its others leave the gathers of `connect_anew` and go on to `made`, while
+    the joining super learner still waits in an earlier one, or the reverse. So each message says of which
+    kind it is.
+    """
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Return the values by rank, None for a learner that is not connected.
+
+        Raises:
+            NotReconnectedError: if not all learners take part.
+        """
+
+    def made(self, made: bool) -> list[Any]:
+        """Gather whether each learner has made its connections and engines; the last gather of an attempt."""
 
 
 class NotReconnectedError(TransportError):
@@ -146,10 +165,8 @@ def connect_anew(
     return new_group
 
 
-def gather_with(
-    world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
-) -> Gather:
-    """Return the argument `gather` of `connect_anew`, for a learner of the job.
+class MembersGather:
+    """The Gather of a learner of the job.
 
     Args:
         world: the world of this learner.
@@ -157,36 +174,56 @@ def gather_with(
         candidate: the joining super learner, on the learner to which it is connected; else None.
         ends: deadline, of time.monotonic.
     """
-    ranks = world.collectives.ranks
 
-    def gather(value: Any) -> list[Any]:
-        told = _gathered(world, value)
-        heard = None
-        if candidate is not None and candidate.conversation is not None and not candidate.problem:
-            try:
-                heard = candidate.conversation.receive(max(0.0, ends - time.monotonic()))
-                candidate.conversation.send(told)
-            except PeerFailedError as error:
-                candidate.problem = f"it failed, or did not come, when all met ({error})"
-        answers = [a for a in world.collectives.gather("admit", heard) if a is not None]
-        if world.collectives.ranks != ranks or not answers:
+    def __init__(
+        self, world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
+    ) -> None:
+        self._world, self._size, self._candidate, self._ends = world, size, candidate, ends
+        self._ranks = world.collectives.ranks
+        self._is_left = False  # whether the joining super learner has gathered for the last time
+
+    def __call__(self, value: Any) -> list[Any]:
+        """See Gather."""
+        return self._gather(_VALUE, value)
+
+    def made(self, made: bool) -> list[Any]:
+        """See Gather."""
+        return self._gather(_MADE, made)
+
+    def _gather(self, kind: str, value: Any) -> list[Any]:
+        told = _gathered(self._world, value)
+        answers = self._world.collectives.gather("admit", self._relayed(kind, told))
+        nothing: tuple[str, dict[int, Any]] = ("", {})
+        heard = next((a for a in answers if a is not None), nothing)
+        if self._world.collectives.ranks != self._ranks or heard[0] != kind:
             raise NotReconnectedError("not all learners have made the new connections")
-        told |= answers[0]
-        return [told.get(rank) for rank in range(size)]
+        told |= heard[1]
+        return [told.get(rank) for rank in range(self._size)]
 
-    return gather
+    def _relayed(self, kind: str, told: dict[int, Any]) -> tuple[str, dict[int, Any]] | None:
+        """Return what the joining super learner says, after it was told the others' values."""
+        candidate = self._candidate
+        if (
+            candidate is None
+            or candidate.conversation is None
+            or candidate.problem
+            or self._is_left
+        ):
+            return None
+        try:
+            heard: tuple[str, dict[int, Any]] = candidate.conversation.receive(
+                max(0.0, self._ends - time.monotonic())
+            )
+            candidate.conversation.send((kind, told))
+        except PeerFailedError as error:
+            candidate.problem = f"it failed, or did not come, when all met ({error})"
+            return None
+        self._is_left = heard[0] == _MADE
+        return heard
 
 
-def _gathered(world: World, value: Any) -> dict[int, Any]:
-    """Gather a value from each learner of `world` (the job's or the joining super learner's), by rank."""
-    values = world.collectives.gather("admit", value)  # this may shrink collectives.ranks
-    return dict(zip(world.collectives.ranks, values, strict=True))
-
-
-def gather_as_candidate(
-    world: World, size: int, conversation: Conversation | None, ends: float
-) -> Gather:
-    """Return the argument `gather` of `connect_anew`, for a learner of a joining super learner.
+class CandidatesGather:
+    """The Gather of a learner of the joining super learner.
 
     Args:
         world: the world of this learner.
@@ -195,20 +232,45 @@ def gather_as_candidate(
         ends: deadline, of time.monotonic.
     """
 
-    def gather(value: Any) -> list[Any]:
-        mine = _gathered(world, value)
-        told = None
-        if conversation is not None:
-            with contextlib.suppress(PeerFailedError):
-                conversation.send(mine)
-                told = conversation.receive(max(0.0, ends - time.monotonic()))
-        answers = [a for a in world.collectives.gather("admit", told) if a is not None]
-        if not answers:
-            raise NotReconnectedError("the job's learners have not made the new connections")
-        known = {**answers[0], **mine}
-        return [known.get(rank) for rank in range(size)]
+    def __init__(
+        self, world: World, size: int, conversation: Conversation | None, ends: float
+    ) -> None:
+        self._world, self._size, self._conversation, self._ends = world, size, conversation, ends
+        self._is_over = False  # whether the job's learners have gathered for the last time
 
-    return gather
+    def __call__(self, value: Any) -> list[Any]:
+        """See Gather."""
+        return self._gather(_VALUE, value)
+
+    def made(self, made: bool) -> list[Any]:
+        """See Gather."""
+        if self._is_over:
+            return [False] * self._size
+        return self._gather(_MADE, made)
+
+    def _gather(self, kind: str, value: Any) -> list[Any]:
+        mine = _gathered(self._world, value)
+        answers = self._world.collectives.gather("admit", self._relayed(kind, mine))
+        told = next((a for a in answers if a is not None), None)
+        if told is None or told[0] != kind:
+            self._is_over = told is not None and told[0] == _MADE
+            raise NotReconnectedError("the job's learners have not made the new connections")
+        known = {**told[1], **mine}
+        return [known.get(rank) for rank in range(self._size)]
+
+    def _relayed(self, kind: str, mine: dict[int, Any]) -> Any:
+        if self._conversation is None:
+            return None
+        with contextlib.suppress(PeerFailedError):
+            self._conversation.send((kind, mine))
+            return self._conversation.receive(max(0.0, self._ends - time.monotonic()))
+        return None
+
+
+def _gathered(world: World, value: Any) -> dict[int, Any]:
+    """Gather a value from each learner of `world` (the job's or the joining super learner's), by rank."""
+    values = world.collectives.gather("admit", value)  # this may shrink collectives.ranks
+    return dict(zip(world.collectives.ranks, values, strict=True))
 
 
 # ---- state transfer ------------------------------------------------------------------------------

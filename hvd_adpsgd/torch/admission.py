@@ -172,6 +172,7 @@ _said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
 _joined: set[int] = set()  # joined in the last call of admit; the next call checks if they live
 _known: set[int] = set()  # lost in the last call, and not replaced since
+_elsewhere: set[int] = set()  # super_ranks that another learner has offered, as of the last call
 _again = False  # whether the last call has left super learners to be started by the next one
 
 
@@ -220,7 +221,9 @@ def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _C
         if one.number is not None and one.state in ("starting", "ready")
     }
     _start_one(here, world, awaited, patience_s, stay)
-    _give_number(world, mine, coming, set(awaited), patience_s)
+    given = _give_number(world, mine, coming, set(awaited), patience_s)
+    _elsewhere.clear()
+    _elsewhere.update(i for i, rank in (awaited | given).items() if rank != world.rank)
     ready = [one for one in coming if one.state == "ready"]
     return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
 
@@ -310,13 +313,19 @@ def _give_number(
     coming: list[_Coming],
     awaited: set[int],
     patience_s: float,
-) -> None:
-    """Send an offer to the first requesting super learner, unless another additional one is being awaited."""
+) -> dict[int, int]:
+    """Send an offer to the first requesting super learner, unless another additional one is being awaited.
+
+    Returns:
+        by the super_rank in the offer, the rank of the learner that sends it; on all learners the same.
+    """
     requesting = [one for one in coming if one.state == "requesting"]
     number = len(world.groups)
-    if not requesting or number in awaited or requesting[0].rank != world.rank:
-        return
-    _offer(world, next(n for n in mine if n.number is None), patience_s)
+    if not requesting or number in awaited:
+        return {}
+    if requesting[0].rank == world.rank:
+        _offer(world, next(n for n in mine if n.number is None), patience_s)
+    return {number: requesting[0].rank}
 
 
 def _offer(world: World, candidate: JoiningSuperLearner, patience_s: float) -> None:
@@ -334,7 +343,7 @@ def _offer_alone(world: World, patience_s: float) -> None:
     their super learners is dismissed when it is ready (`_dismiss_late`).
     """
     living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
-    if world.rank != min(living, default=-1):
+    if world.rank != min(living, default=-1) or len(world.groups) in _elsewhere:
         return
     mine = list(join_server(world).candidates)
     requesting = [one for one in mine if one.state() == "requesting"]
@@ -388,8 +397,7 @@ def _admit(
         new_group = _met(world, offer, senders, candidate)
         if new_group is None:
             if candidate is not None:
-                candidate.problem = candidate.problem or "it failed, or did not come, when all met"
-                _give_up(here, candidate)
+                _put_off(here, candidate)
             return
         _joined.add(chosen.number)
         _known.discard(chosen.number)
@@ -407,6 +415,16 @@ def _admit(
         log.warning(
             "super learner %d has joined, with the mean of the others' models.", chosen.number
         )
+
+
+def _put_off(here: JoinServer, candidate: JoiningSuperLearner) -> None:
+    """Keep a ready super learner for a later call, as another learner may have failed; ATTEMPTS times."""
+    candidate.tries += 1
+    if candidate.problem or candidate.tries == ATTEMPTS:
+        candidate.problem = candidate.problem or "it failed, or did not come, when all met"
+        _give_up(here, candidate)
+    else:
+        candidate.send(False)
 
 
 def _give(
@@ -466,7 +484,7 @@ def _met(
     member = Member()
     member.begins(world.collectives.ranks)
     ends = time.monotonic() + RECONNECT_S
-    gather = reconnect.gather_with(world, len(offer.placements), candidate, ends)
+    gather = reconnect.MembersGather(world, len(offer.placements), candidate, ends)
     if candidate is not None and not candidate.problem:
         candidate.send((offer, ranks, senders))
     prepared = _prepare(world, offer, ranks, senders, gather, ends)
@@ -504,7 +522,7 @@ def _prepare(
             new_group.hub.close()
             new_group = None
     try:
-        answers = gather(new_group is not None)
+        answers = gather.made(new_group is not None)
         if not all(answers[rank] for rank in ranks):
             raise reconnect.NotReconnectedError(
                 "another learner could not make its connections or engines"
@@ -546,24 +564,13 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     candidate = joining.this_learner()
     for averaging in live():
         averaging.engines.make_memory_ahead()
-    offer, ranks, senders = candidate.ready(world, terms())
-    joiner = Joiner()
-    joiner.offered()
-    ends = time.monotonic() + 2 * RECONNECT_S  # later than the other learners, which give up first
-    gather = reconnect.gather_as_candidate(
-        world, len(offer.placements), candidate.conversation, ends
-    )
-    prepared = _prepare(world, offer, ranks, senders, gather, ends)
-    if candidate.is_in(world):
-        joiner.let_in()
-    else:
-        joiner.times_out()
-    if joiner.is_out or prepared is None:
-        _drop(prepared)
-        raise PeerFailedError(
-            f"super learner {world.super_rank} was to join, but the others did not connect to it: one of "
-            f"them failed, or did not come within {RECONNECT_S:g} s. They continue training."
-        )
+    candidate.tell(terms())
+    joiner, prepared = Joiner(), None
+    while prepared is None:
+        offer, ranks, senders = candidate.ready(world)
+        joiner = Joiner()
+        joiner.offered()
+        prepared = _met_as_candidate(world, candidate, joiner, offer, ranks, senders)
     _switch(world, *prepared)
     new_group = prepared[0]
     told = _receive(new_group, model)
@@ -578,6 +585,39 @@ def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.O
     joining.watch_job(worlds.current())
     open_own_listener(worlds.current(), new_group.hub.address, candidate.secret)
     return unpack(told.state)
+
+
+def _met_as_candidate(
+    world: World,
+    candidate: joining.JoiningLearner,
+    joiner: Joiner,
+    offer: JoinOffer,
+    ranks: tuple[int, ...],
+    senders: tuple[int, ...],
+) -> tuple[NewGroup, list[Engine]] | None:
+    """Return the new connections and engines; None if the job puts this super learner off.
+
+    Raises:
+        PeerFailedError: if the job goes on without this super learner.
+    """
+    ends = time.monotonic() + 2 * RECONNECT_S  # later than the other learners, which give up first
+    conversation = candidate.conversation
+    gather = reconnect.CandidatesGather(world, len(offer.placements), conversation, ends)
+    prepared = _prepare(world, offer, ranks, senders, gather, ends)
+    verdict = candidate.verdict(world)
+    if verdict is True and prepared is not None:
+        joiner.let_in()
+        return prepared
+    joiner.times_out()
+    _drop(prepared)
+    if isinstance(verdict, AdpsgdError):
+        raise verdict
+    if verdict is not False:
+        raise PeerFailedError(
+            f"super learner {world.super_rank} was to join, but the others did not connect to it: one of "
+            f"them failed, or did not come within {RECONNECT_S:g} s. They continue training."
+        )
+    return None
 
 
 @torch.no_grad()

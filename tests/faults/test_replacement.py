@@ -244,6 +244,17 @@ def test_starter_that_fails_when_all_meet_is_replaced_too(tmp_path):
             assert len(fewer) == len(more) - 1 and close(before, after)
 
 
+def test_newcomer_is_put_off_when_another_learner_fails_as_all_meet(tmp_path):
+    """It waits for the next call, and is not started anew."""
+    result = train(tmp_path, 4, "3", "--after", 6, "--member-fails", 1)
+    assert (tmp_path / "member").exists(), result.report()
+    learners = result.by_rank()
+    assert [f["rank"] for f in learners] == [0, 1, 2, 3], result.report()
+    assert {f["rank"] for f in learners if f["new"]} == {1, 3}
+    assert "has not joined" not in result.stderr, result.report()
+    assert result.stderr.count("starting another one") == 2, result.report()
+
+
 @pytest.mark.extended
 def test_newcomer_whose_script_fails_does_not_end_the_job(tmp_path):
     """An exception, not a signal."""

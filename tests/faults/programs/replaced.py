@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--starter-fails", action="store_true", help="when all meet, the first time"
     )
+    parser.add_argument("--member-fails", type=int, help="rank; when all meet, the first time")
     parser.add_argument("--fail-times", type=int, default=1, help="how many joining learners are")
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
@@ -165,6 +166,8 @@ class Run:
         def failing(*args: Any, **kwargs: Any) -> Any:
             if NEW:
                 fail(self.args, "reconnect")
+            elif hvd.rank() == self.args.member_fails and leaves(self.args.folder / "member"):
+                die()
             merged = meet(*args, **kwargs)
             if NEW:
                 fail(self.args, "met")
