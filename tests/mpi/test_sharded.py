@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TORCH = {"HVD_ADPSGD_INNER": "torch"}
 IMPORTS = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
 CASES = (
-    *("SGD", "AdamW", "accumulation", "mixed precision", "tensor parallel", "means", "evaluated"),
-    *("states", "added", "refusals", "late fully_shard", "late tensor parallel", "nonfinite"),
+    *("SGD", "AdamW", "accumulation", "mixed precision", "offload", "tensor parallel", "means"),
+    *("evaluated", "states", "added", "refusals", "late fully_shard", "late tensor parallel"),
+    "nonfinite",
 )
 Facts = dict[str, Any]
 
@@ -57,7 +58,7 @@ def require_law(facts: Facts, tolerance: float) -> None:
     assert facts["own"] < 0.6 * facts["whole"], facts
 
 
-@pytest.mark.parametrize("case", ["SGD", "AdamW", "accumulation"])
+@pytest.mark.parametrize("case", ["SGD", "AdamW", "accumulation", "offload"])
 def test_the_gathered_mean_moves_by_local_updates_only(case: str) -> None:
     for facts in first()[case]:
         require_law(facts, 1e-13)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from inner import outcome
 from learner import say
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -470,6 +470,7 @@ def main() -> None:
             "float32",
             mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32),
         ),
+        "offload": lambda: law("AdamW", offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "tensor parallel": lambda: law("AdamW", model=tensor_parallel(perceptron().double())),
         "late fully_shard": lambda: late(fully_shard),
         "late tensor parallel": lambda: late(tensor_parallel),
