@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging soak storm virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
+.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging sharded-memory soak storm virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -70,6 +70,9 @@ large-batch: venv $(STAMPS)/examples  ## the largest batch that each strategy to
 
 model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD and natural gradient (an hour or more)
 	@$(PY) -m examples.studies.model_averaging $(ARGS)
+
+sharded-memory: venv  ## memory per learner, DDP and fully_shard inside, 51 M parameters (ten minutes)
+	@$(PY) -m examples.studies.sharded_memory $(ARGS)
 
 soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replaced: does anything grow?
 	@$(PY) -m examples.studies.soak $(ARGS)
