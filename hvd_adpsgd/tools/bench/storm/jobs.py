@@ -200,7 +200,8 @@ class Together(Job):
     def __init__(self, settings: dict[str, Any], notes: Notes, log: IO[bytes]):
         super().__init__(settings, notes, log)
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._pids: dict[int, int] = {}
+        # with their times of start: a system gives the ids of ended processes to others
+        self._learners: dict[int, psutil.Process] = {}
 
     def start(self) -> None:
         program = shutil.which("horovodrun", path=programs_path())
@@ -210,25 +211,25 @@ class Together(Job):
         self._old = set(self._files())
         command = [program, "--gloo", "-np", str(self.slots), *self._learner(None)]
         self._launcher = self._popen(command, {})
-        self._pids = {}
+        self._learners = {}
         for slot in range(self.slots):
             self.notes.add("spawned", at_s, slot=slot, pid=None)
 
     def watch(self) -> None:
         self._look()
         assert self._launcher is not None
-        dead = [slot for slot, pid in self._pids.items() if not _alive(pid)]
+        dead = [slot for slot, learner in self._learners.items() if not _alive(learner)]
         if not dead and self._launcher.poll() is None:
             return
         for slot in dead:
-            self.notes.add("ended", slot=slot, pid=self._pids[slot], status=None)
+            self.notes.add("ended", slot=slot, pid=self._learners[slot].pid, status=None)
         self._kill()
         self.start()
 
     def pid(self, slot: int) -> int | None:
         self._look()
-        pid = self._pids.get(slot)
-        return pid if pid is not None and _alive(pid) else None
+        learner = self._learners.get(slot)
+        return learner.pid if learner is not None and _alive(learner) else None
 
     def close(self) -> int:
         assert self._launcher is not None
@@ -241,16 +242,17 @@ class Together(Job):
 
     def _look(self) -> None:
         """Learn the process ids of learners, from the names of their files."""
-        if len(self._pids) < self.slots:
+        if len(self._learners) < self.slots:
             for file in self._files():
-                if file not in self._old:
-                    slot, pid = map(int, file.stem.split("-")[1:])
-                    self._pids[slot] = pid
+                slot, pid = map(int, file.stem.split("-")[1:])
+                if file not in self._old and slot not in self._learners:
+                    with contextlib.suppress(psutil.NoSuchProcess):  # `watch` sees horovodrun end
+                        self._learners[slot] = psutil.Process(pid)
 
     def _kill(self) -> int:
         """Kill the launcher and all that it has started; return the number of learners that were alive."""
         assert self._launcher is not None
-        living = sum(_alive(pid) for pid in self._pids.values())
+        living = sum(map(_alive, self._learners.values()))
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._launcher.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -268,9 +270,9 @@ def job_of(settings: dict[str, Any], notes: Notes, log: IO[bytes]) -> Job:
     return (_Adpsgd if scheme == "hadpsgd" else _TorchFT)(settings, notes, log)
 
 
-def _alive(pid: int) -> bool:
+def _alive(learner: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return learner.is_running() and learner.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
