@@ -13,38 +13,36 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives.usage import counted
-from hvd_adpsgd.engine.admission import Joiner, Member
-from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.errors import AdpsgdError, ConfigError, PeerFailedError
-from hvd_adpsgd.joining import candidates, joining, reconnect
+from hvd_adpsgd.engine.admission import Member
+from hvd_adpsgd.errors import ConfigError, PeerFailedError
+from hvd_adpsgd.joining import candidates, reconnect
 from hvd_adpsgd.joining.candidates import (
     JoiningSuperLearner,
     JoinOffer,
     JoinRequest,
     JoinServer,
     join_server,
-    open_own_listener,
 )
-from hvd_adpsgd.joining.reconnect import RECONNECT_S, Gather, NewGroup
+from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.lifecycle.shutdown import exit_state
+from hvd_adpsgd.torch.arrival import arrive
+from hvd_adpsgd.torch.change_over import DOING, drop, prepare, switch
 from hvd_adpsgd.torch.meeting import have_met, meets, waits_anyway
 from hvd_adpsgd.torch.membership import on_failure, tell_membership
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
-from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms, unpack
+from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms
 from hvd_adpsgd.training.model_average import mean_model, mean_moments
-from hvd_adpsgd.training.pause import paused, resume
-from hvd_adpsgd.training.presence import held, live, order_as, renumber
+from hvd_adpsgd.training.pause import paused
+from hvd_adpsgd.training.presence import held, live, order_as
 from hvd_adpsgd.training.sharded import reshard
 
 __all__ = ["admit", "listener", "replace_failed"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-DOING = "admit"
 SENDERS = 4  # most super learners that send parts of the model to a joining super learner
 ATTEMPTS = 3  # failed starts after which a super learner is not replaced any more
 
@@ -116,9 +114,11 @@ def admit(
     order_as(optimizers)
     if joins:
         with held(world, DOING, known=optimizers):
-            state = _arrive(world, model, optimizers)
-        have_met(worlds.current())
-        tell_membership(worlds.current(), joined=True)
+            state = arrive(world, model, optimizers)
+        world = worlds.current()
+        _known.update(lost(world.groups, world.collectives.ranks))
+        have_met(world)
+        tell_membership(world, joined=True)
         return state
     if world.is_plain:
         return state
@@ -487,150 +487,13 @@ def _met(
     gather = reconnect.MembersGather(world, len(offer.placements), candidate, ends)
     if candidate is not None and not candidate.problem:
         candidate.send((offer, ranks, senders))
-    prepared = _prepare(world, offer, ranks, senders, gather, ends)
+    prepared = prepare(world, offer, ranks, senders, gather, ends)
     # all learners vote before any learner switches: if only some switched, each part would wait for the other
     all_made = all(world.collectives.gather(DOING, member.votes(prepared is not None)))
     if not member.goes_over(all_made, world.collectives.ranks) or prepared is None:
-        _drop(prepared)
+        drop(prepared)
         return None
     if candidate is not None:
         candidate.send(True)
-    _switch(world, *prepared)
+    switch(world, *prepared)
     return prepared[0]
-
-
-def _prepare(
-    world: World,
-    offer: JoinOffer,
-    ranks: tuple[int, ...],
-    senders: tuple[int, ...],
-    gather: Gather,
-    ends: float,
-) -> tuple[NewGroup, list[Engine]] | None:
-    """Make new connections and engines; None if that fails here, after as many gathers as on all learners."""
-    new_group, engines = None, []
-    try:
-        new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
-        for averaging in live():
-            engines.append(averaging.engines.for_new_group(offer, new_group))
-    except AdpsgdError as error:
-        log.info("a joining super learner could not be connected: %s", error)
-        for engine in engines:
-            engine.stop()
-            engine.release(keeps_memory=True)
-        if new_group is not None:
-            new_group.hub.close()
-            new_group = None
-    try:
-        answers = gather.made(new_group is not None)
-        if not all(answers[rank] for rank in ranks):
-            raise reconnect.NotReconnectedError(
-                "another learner could not make its connections or engines"
-            )
-    except AdpsgdError as error:
-        log.info("a joining super learner could not be connected: %s", error)
-        if new_group is not None:
-            _drop((new_group, engines))
-        return None
-    return (new_group, engines) if new_group is not None else None
-
-
-def _drop(prepared: tuple[NewGroup, list[Engine]] | None) -> None:
-    if prepared is not None:
-        for engine in prepared[1]:
-            engine.stop()
-            engine.release(keeps_memory=True)
-        prepared[0].hub.close()
-
-
-def _switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
-    """Switch to the new connections and engines; close the old connections when all have switched."""
-    old = exit_state.hub
-    grown = new_group.adopt(world)
-    for averaging, engine in zip(live(), engines, strict=True):
-        averaging.move_to(grown, engine)
-    renumber()
-    grown.collectives.gather(DOING, None)
-    new_group.end_by(None)
-    if old is not None:
-        old.close()
-
-
-# ---- on a joining super learner -----------------------------------------------------------------------
-
-
-def _arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Join the running job, on a joining learner; return the `state` of its learners."""
-    candidate = joining.this_learner()
-    for averaging in live():
-        averaging.engines.make_memory_ahead()
-    candidate.tell(terms())
-    joiner, prepared = Joiner(), None
-    while prepared is None:
-        offer, ranks, senders = candidate.ready(world)
-        joiner = Joiner()
-        joiner.offered()
-        prepared = _met_as_candidate(world, candidate, joiner, offer, ranks, senders)
-    _switch(world, *prepared)
-    new_group = prepared[0]
-    told = _receive(new_group, model)
-    joiner.received()
-    told.give(optimizers)
-    if has_parts(model):
-        world = worlds.current()
-        exchange_parts(world, model, live(), world.super_rank_of(senders[0]), world.super_rank)
-    for averaging in live():
-        resume(averaging)
-    _known.update(lost(offer.groups, ranks))
-    joining.watch_job(worlds.current())
-    open_own_listener(worlds.current(), new_group.hub.address, candidate.secret)
-    return unpack(told.state)
-
-
-def _met_as_candidate(
-    world: World,
-    candidate: joining.JoiningLearner,
-    joiner: Joiner,
-    offer: JoinOffer,
-    ranks: tuple[int, ...],
-    senders: tuple[int, ...],
-) -> tuple[NewGroup, list[Engine]] | None:
-    """Return the new connections and engines; None if the job puts this super learner off.
-
-    Raises:
-        PeerFailedError: if the job goes on without this super learner.
-    """
-    ends = time.monotonic() + 2 * RECONNECT_S  # later than the other learners, which give up first
-    conversation = candidate.conversation
-    gather = reconnect.CandidatesGather(world, len(offer.placements), conversation, ends)
-    prepared = _prepare(world, offer, ranks, senders, gather, ends)
-    verdict = candidate.verdict(world)
-    if verdict is True and prepared is not None:
-        joiner.let_in()
-        return prepared
-    joiner.times_out()
-    _drop(prepared)
-    if isinstance(verdict, AdpsgdError):
-        raise verdict
-    if verdict is not False:
-        raise PeerFailedError(
-            f"super learner {world.super_rank} was to join, but the others did not connect to it: one of "
-            f"them failed, or did not come within {RECONNECT_S:g} s. They continue training."
-        )
-    return None
-
-
-@torch.no_grad()
-def _receive(new_group: NewGroup, model: torch.nn.Module) -> JoinState:
-    """Overwrite the model with the parts that the senders send; return the first sender's JoinState."""
-    tensors, told = [*model.parameters(), *model.buffers()], []
-    for transfer, share in zip(
-        new_group.transfers, shares(model, len(new_group.transfers)), strict=True
-    ):
-        assert transfer is not None
-        state, values = reconnect.receive(transfer)
-        told.append(state)
-        for i, value in zip(share, values, strict=True):
-            tensors[i].data.copy_(torch.from_numpy(value))
-    made: JoinState = unpack(told[0])
-    return made

@@ -24,6 +24,7 @@ import hvd_adpsgd.joining.joining as joining
 import hvd_adpsgd.joining.reconnect as reconnect
 import hvd_adpsgd.torch as hvd
 import hvd_adpsgd.torch.admission as admission
+import hvd_adpsgd.torch.arrival as arrival
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5
@@ -62,7 +63,7 @@ def main() -> None:
     if NEW:
         hold(args.held.split(","))
         fail(args, "start")
-    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
+    admission.RECONNECT_S = arrival.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     hvd.init()
     Run(args).train()
 

@@ -21,7 +21,7 @@ import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
 from hvd_adpsgd.joining import joining, listener, reconnect
-from hvd_adpsgd.torch import admission
+from hvd_adpsgd.torch import admission, arrival
 from hvd_adpsgd.training.join_state import JoinState
 
 STEPS = 5
@@ -87,8 +87,8 @@ def die_at(moment: str) -> None:
         "ready": (joining.JoiningLearner, "ready", False),
         "reconnect": (reconnect, "connect_anew", True),
         "met": (reconnect, "connect_anew", False),
-        "engines": (admission, "_prepare", False),  # all have met, and know it
-        "agreed": (joining.JoiningLearner, "is_in", True),
+        "engines": (arrival, "prepare", False),  # all have met, and know it
+        "agreed": (joining.JoiningLearner, "verdict", True),
         "received": (JoinState, "give", True),
     }
     if moment in places:
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     args = parser.parse_args()
-    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
+    admission.RECONNECT_S = arrival.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     die_at(args.dies)
     if "HVD_ADPSGD_JOIN" in os.environ:
         die_at(args.dies_if_new)
