@@ -204,6 +204,7 @@ class Connections:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_report)
         accepting = loop.create_task(self._accept())
         loop.add_reader(self._dials_out, self._take_dials)
         self._stop = functools.partial(loop.call_soon_threadsafe, accepting.cancel)
@@ -407,6 +408,12 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report an error of a callback, but not that a connection came just as accepting was cancelled."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
 
 
 def _is_written(pipe: int, record: bytes) -> bool:
