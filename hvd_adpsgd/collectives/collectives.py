@@ -137,6 +137,8 @@ class Collectives:
         self._caller, self._late = Caller("", "", 0), 0.0
         # number of the attempt at an operation, and numbers of steps, that `_tell_late` has sent last
         self._told: tuple[int, Any] | None = None
+        self._yields = False  # whether the operation that runs now yields
+        self._finished: set[int] = set()  # see `finished`; of communicators before the present ones
         # number of the attempt at an operation that `require_step` has ended
         self._refused: int | None = None
         # Messages of replaced communicators; kept alive, as MPI may still read their buffers
@@ -159,6 +161,7 @@ class Collectives:
             size: number of learners of the job; None if it is unchanged.
         """
         self._size = size or self._size
+        self._finished = self.finished() - set(ranks)
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
             self._earlier.append(self.messages)
         self.comm, self.messages = comm, self._over(plain)
@@ -211,6 +214,7 @@ class Collectives:
             with self.blocking(), self.lock.turn():
                 self._inside = threading.get_ident()
                 self._caller, self._late = caller, time.monotonic() + _LATE_S
+                self._yields = call.yields
                 try:
                     return self._run(call, caller, operation)
                 finally:
@@ -284,7 +288,11 @@ class Collectives:
 
     def finished(self) -> set[int]:
         """Return the ranks of the learners that have run shutdown(), without a failure, as known here."""
-        return {self._ranks[place] for place in self.messages.finished}
+        return self._finished | {self._ranks[place] for place in self.messages.finished}
+
+    def note_finished(self, ranks: Collection[int]) -> None:
+        """Note that other learners know these ranks as `finished`."""
+        self._finished.update(ranks)
 
     # ---- operations and steps -----------------------------------------------------------------
 
@@ -299,12 +307,12 @@ class Collectives:
 
     def _tell_late(self) -> None:
         """Notify the others, which may wait for this learner's step, that it waits in an operation."""
-        if not self.steps or time.monotonic() < self._late:
+        if not (self.steps or self._yields) or time.monotonic() < self._late:
             return
         counts = [count() for count in self.steps]
         made = {its.of: its.steps for its in counts if its.thread in self._blocked}
         told = self.messages.agreement.number, made
-        if told != self._told and made:
+        if told != self._told and (made or self._yields):
             self._told = told
             self.messages.tell_waiting((tuple(self._caller), made))
 

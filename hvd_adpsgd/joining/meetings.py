@@ -41,7 +41,7 @@ class Said(NamedTuple):
             first one; equal on all learners.
         word: see Word.
         round: number of the question, of the leader that asks.
-        interval: seconds between the sender's last two calls.
+        interval: seconds between the sender's calls: the smaller of the last two, as a stop is none.
     """
 
     meeting: int
@@ -61,11 +61,11 @@ class Meetings:
         self.me = me
         self._meeting = 0  # see Said
         self._goes = False  # whether all are to meet
-        self._called, self._interval = 0.0, 0.0
+        self._called, self._interval, self._last = 0.0, 0.0, 0.0
         self._wanted = 0.0  # since when this leader has had a reason; 0: none
         self._heard = 0.0  # when another leader last asked
         self._round, self._asked = 0, 0.0  # of the question of this leader; 0 s: none is open
-        self._answers: dict[int, float] = {}  # to it: interval by rank
+        self._answers: dict[int, tuple[float, float]] = {}  # to it, by rank: when heard, interval
 
     def called(
         self,
@@ -85,7 +85,8 @@ class Meetings:
             first: whether it asks at once; others wait whether somebody else does.
         """
         if self._called:
-            self._interval = now - self._called
+            self._interval = min(now - self._called, self._last or now - self._called)
+            self._last = now - self._called
         self._called = now
         said: list[tuple[int, Said]] = []
         for rank, what in heard:
@@ -97,15 +98,18 @@ class Meetings:
         if not wants:
             self._asked = 0.0
         elif not self._asked:
-            if first or now - max(self._wanted, self._heard) > self._holds([]):
+            if first or now - max(self._wanted, self._heard) > self._holds(0.0):
                 said += self._ask(now, others)
         elif set(others) <= self._answers.keys():
-            if now - self._asked <= self._holds(self._answers.values()):
+            old = [rank for rank in others if self._is_old(now, *self._answers[rank])]
+            if not old:
                 self._goes = (
                     True  # until they have met: the meeting may give way to another operation
                 )
                 return True, said + [(rank, self._says(Word.GO, self._round)) for rank in others]
-            said += self._ask(now, others)
+            for rank in old:  # it may have stopped since
+                del self._answers[rank]
+                said.append((rank, self._says(Word.ASK, self._round)))
         return False, said
 
     def met(self, meeting: int) -> None:
@@ -119,7 +123,7 @@ class Meetings:
             self._heard = now
             return [(rank, self._says(Word.HERE, what.round))]
         if what.word == Word.HERE and what.round == self._round:
-            self._answers[rank] = what.interval
+            self._answers[rank] = now, what.interval
         self._goes = self._goes or what.word == Word.GO
         return []
 
@@ -132,5 +136,8 @@ class Meetings:
         self._answers.clear()
         return [(rank, self._says(Word.ASK, self._round)) for rank in others]
 
-    def _holds(self, intervals: Collection[float]) -> float:
-        return _HOLDS_S + _HOLDS_INTERVALS * max([self._interval, *intervals])
+    def _is_old(self, now: float, heard: float, interval: float) -> bool:
+        return now - heard > self._holds(interval)
+
+    def _holds(self, interval: float) -> float:
+        return _HOLDS_S + _HOLDS_INTERVALS * max(self._interval, interval)

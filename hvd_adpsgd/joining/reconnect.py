@@ -251,7 +251,7 @@ class CandidatesGather:
     def _gather(self, kind: str, value: Any) -> list[Any]:
         mine = _gathered(self._world, value)
         answers = self._world.collectives.gather("admit", self._relayed(kind, mine))
-        told = next((a for a in answers if a is not None), None)
+        told = next((a for a in answers if isinstance(a, tuple)), None)
         if told is None or told[0] != kind:
             self._is_over = told is not None and told[0] == _MADE
             raise NotReconnectedError("the job's learners have not made the new connections")

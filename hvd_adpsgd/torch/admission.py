@@ -44,6 +44,7 @@ __all__ = ["admit", "listener", "replace_failed"]
 log = logging.getLogger("hvd_adpsgd")
 
 SENDERS = 4  # most super learners that send parts of the model to a joining super learner
+_LIVES_S = 60.0  # one that has joined and lived for so long has not failed to start
 ATTEMPTS = 3  # failed starts after which a super learner is not replaced any more
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -102,12 +103,14 @@ def admit(
         SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
     world = worlds.current()
+    _remember(world)
     joins = world.collectives.joining
     if not (blocking or joins or waits_anyway()):
         if world.is_plain:
             return state
+        _trust_joined(world)
         _offer_alone(world, patience_s)
-        if not meets(world, DOING, _again, _known):
+        if not meets(world, DOING, _again, _known, _elsewhere):
             return state
     reshard(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -117,6 +120,7 @@ def admit(
             state = arrive(world, model, optimizers)
         world = worlds.current()
         _known.update(lost(world.groups, world.collectives.ranks))
+        _elsewhere[len(world.groups)] = -1
         have_met(world)
         tell_membership(world, joined=True)
         return state
@@ -170,10 +174,29 @@ class _Coming:
 _failures: dict[int, int] = {}  # by super_rank, the number of failed starts
 _said: set[str] = set()  # warnings that were logged
 _left: set[int] = set()  # super learners that have left, and are not replaced yet
-_joined: set[int] = set()  # joined in the last call of admit; the next call checks if they live
+# joined in the last call of admit, and when (monotonic); the next call checks if they live
+_joined: dict[int, float] = {}
 _known: set[int] = set()  # lost in the last call, and not replaced since
-_elsewhere: set[int] = set()  # super_ranks that another learner has offered, as of the last call
+# by super_rank that another learner has offered, the rank of that one, as of the last call; -1: not known
+_elsewhere: dict[int, int] = {}
 _again = False  # whether the last call has left super learners to be started by the next one
+
+
+_world_of: list[object] = []  # the teardown of the world that all this is about
+
+
+def _remember(world: World) -> None:
+    """Have all this forgotten in shutdown(): another init() begins another job."""
+    if world.teardown not in _world_of:
+        _world_of.append(world.teardown)
+        world.teardown.at_shutdown(_forget)
+
+
+def _forget() -> None:
+    global _again
+    _again = False
+    for kept in (_failures, _said, _left, _joined, _known, _elsewhere, _world_of):
+        kept.clear()
 
 
 def _packed(state: Any) -> tuple[bytes, str]:
@@ -204,6 +227,7 @@ def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _C
     told = world.collectives.gather(DOING, (own, problem, stay))
     _require_whole(world)
     stay = set().union(*(its for _, _, its in told))
+    world.collectives.note_finished(stay)
     for _, where, _ in told:
         if where:
             raise ConfigError(
@@ -223,7 +247,7 @@ def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _C
     _start_one(here, world, awaited, patience_s, stay)
     given = _give_number(world, mine, coming, set(awaited), patience_s)
     _elsewhere.clear()
-    _elsewhere.update(i for i, rank in (awaited | given).items() if rank != world.rank)
+    _elsewhere.update((i, rank) for i, rank in (awaited | given).items() if rank != world.rank)
     ready = [one for one in coming if one.state == "ready"]
     return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
 
@@ -239,6 +263,15 @@ def _judge_joined(world: World) -> None:
         else:
             _failures.pop(number, None)
     _joined.clear()
+
+
+def _trust_joined(world: World) -> None:
+    """Reset the failed starts of a super learner that has joined and lived for some time."""
+    living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
+    for number, at in list(_joined.items()):
+        if time.monotonic() - at > _LIVES_S and living.issuperset(world.groups[number]):
+            del _joined[number]
+            _failures.pop(number, None)
 
 
 def _count_failure(number: int) -> str:
@@ -291,8 +324,8 @@ def _start_one(
                 f"{world.config.spare_slots}).",
             )
     plan = {i: rank for i, rank in plan.items() if i in missing}
-    tried = [rank for i, rank in plan.items() if _failures.get(i, 0) < ATTEMPTS]
-    _again = len(set(tried)) < len(tried)  # a learner starts one per call
+    mine = [i for i, rank in plan.items() if rank == world.rank]
+    _again = sum(_failures.get(i, 0) < ATTEMPTS for i in mine) > 1  # a learner starts one per call
     for number, rank in plan.items():
         if rank == world.rank and _failures.get(number, 0) < ATTEMPTS:
             log.warning("super learner %d is gone; starting another one in its place.", number)
@@ -343,7 +376,8 @@ def _offer_alone(world: World, patience_s: float) -> None:
     their super learners is dismissed when it is ready (`_dismiss_late`).
     """
     living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
-    if world.rank != min(living, default=-1) or len(world.groups) in _elsewhere:
+    owner = _elsewhere.get(len(world.groups))
+    if world.rank != min(living, default=-1) or owner == -1 or owner in living:
         return
     mine = list(join_server(world).candidates)
     requesting = [one for one in mine if one.state() == "requesting"]
@@ -356,7 +390,8 @@ def _dismiss_late(world: World, mine: list[JoiningSuperLearner]) -> None:
     gone = lost(world.groups, world.collectives.ranks)
     for one in mine:
         taken = one.number is not None and one.number < len(world.groups)
-        if taken and one.number not in gone and not one.problem:
+        moves = one.request is not None and one.request.instead_of is None
+        if taken and (moves or one.number not in gone) and not one.problem:
             one.problem = f"another one has joined as super learner {one.number}"
 
 
@@ -399,7 +434,7 @@ def _admit(
             if candidate is not None:
                 _put_off(here, candidate)
             return
-        _joined.add(chosen.number)
+        _joined[chosen.number] = time.monotonic()
         _known.discard(chosen.number)
         if candidate is not None:
             here.remove(candidate)

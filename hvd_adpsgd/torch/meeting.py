@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -22,7 +22,9 @@ __all__ = ["have_met", "meets", "waits_anyway"]
 _meetings: Meetings | None = None
 
 
-def meets(world: World, doing: str, again: bool, known: Collection[int]) -> bool:
+def meets(
+    world: World, doing: str, again: bool, known: Collection[int], elsewhere: Mapping[int, int]
+) -> bool:
     """Return whether all learners meet now, in operation `doing`; without waiting, if they do not.
 
     All learners of a super learner call this together, and get the same result.
@@ -31,16 +33,18 @@ def meets(world: World, doing: str, again: bool, known: Collection[int]) -> bool
         world: the World of this learner.
         doing: name of the operation.
         again: whether the last meeting left something to do.
-        known: super_ranks of lost super learners that need no meeting, as the last one saw to them.
+        known: super_ranks of the lost super learners that the last meeting saw to.
+        elsewhere: by super_rank that another learner has offered, the rank of that learner.
     """
-    is_called = world.is_leader and _is_called(world, doing, again, known)
+    is_called = world.is_leader and _is_called(world, doing, again, known, elsewhere)
     if world.inner_size > 1:
-        is_called = _as_leader(is_called)
+        is_called = _as_leader(world, is_called)
     if not is_called:
         return False
     # gives way to another operation that a learner waits in, as the script calls both
     call = Call(doing, name="blocking=False", yields=True)
-    return world.collectives.run(call, lambda attempt: True) is not None
+    with world.collectives.instead("continue"):
+        return world.collectives.run(call, lambda attempt: True) is not None
 
 
 def have_met(world: World) -> None:
@@ -66,35 +70,38 @@ def _forget() -> None:
     _meetings = None
 
 
-def _is_called(world: World, doing: str, again: bool, known: Collection[int]) -> bool:
+def _is_called(
+    world: World, doing: str, again: bool, known: Collection[int], elsewhere: Mapping[int, int]
+) -> bool:
     state = _of(world)
     collectives = world.collectives
-    acts = _acts(world)
+    mine = list(join_server(world).candidates)
+    states, next_one = {one.state() for one in mine}, len(world.groups)
+    awaits = any(one.number == next_one for one in mine)
     failed = set(world.membership.failed_ranks())
 
     def talk(
         living: set[int], heard: list[tuple[int, Said]]
     ) -> tuple[bool, list[tuple[int, Said]]]:
-        living -= failed
-        stay = living | collectives.finished()
-        new = set(lost(world.groups, stay)).difference(known)
+        awaited = awaits or elsewhere.get(next_one) in living
+        acts = not states.isdisjoint(("ready", "failed")) or (
+            "requesting" in states and not awaited
+        )
+        gone = set(lost(world.groups, (living - failed) | collectives.finished()))
+        new = set() if gone <= set(known) else gone
         if not are_told():  # nobody but a replacement needs to know of failures
-            new &= _startable(world, living)
-        leaders = [group[0] for group in world.groups if group[0] in living]
-        first = acts or world.rank == min(leaders, default=world.rank)
-        wants = bool(acts or again or new)
+            new &= _startable(world, living - failed)
+        leaders = [group[0] for group in world.groups if group[0] in living - failed]
+        # learners that have failed with a mate cannot meet, and are waited for until they end
+        ending = any(
+            failed.intersection(group) and living.intersection(group) for group in world.groups
+        )
+        first = acts or again or world.rank == min(leaders, default=world.rank)
+        wants = bool(acts or again or new) and not ending
         others = [rank for rank in leaders if rank != world.rank]
         return state.called(time.monotonic(), others, heard, wants, first)
 
     return collectives.confer(doing, talk)
-
-
-def _acts(world: World) -> bool:
-    """Whether hvd.admit would do something for a joining super learner of this learner."""
-    mine = list(join_server(world).candidates)
-    states = {one.state() for one in mine}
-    awaits = any(one.number == len(world.groups) for one in mine)
-    return not states.isdisjoint(("ready", "failed")) or ("requesting" in states and not awaits)
 
 
 def _startable(world: World, living: set[int]) -> set[int]:
@@ -103,8 +110,9 @@ def _startable(world: World, living: set[int]) -> set[int]:
     return set(its)
 
 
-def _as_leader(flag: bool) -> bool:
+def _as_leader(world: World, flag: bool) -> bool:
     """Return the flag of the leader, on all learners of the super learner."""
+    world.collectives.asks()
     with contextlib.ExitStack() as stack:
         for averaging in live()[:1]:
             stack.enter_context(averaging.super_learner.reducing())

@@ -143,3 +143,27 @@ def test_a_meeting_that_gives_way_is_made_up_for() -> None:
     leader = Meetings(1)
     assert leader.called(1.0, [0], [(0, Said(0, Word.GO, 1, 0.5))], False, False)[0]
     assert leader.called(2.0, [0], [], False, False)[0]
+
+
+def test_an_answer_is_old_when_another_one_comes_after_a_stop() -> None:
+    """Leader 1 has stopped since it answered, leader 2 answers an hour late: 1 is asked again."""
+    leader, others = Meetings(0), [1, 2]
+
+    def call(now: float, *heard: tuple[int, Said]) -> tuple[bool, list[tuple[int, Said]]]:
+        return leader.called(now, others, heard, wants=True, first=True)
+
+    call(1.0)
+    call(2.0, (1, Said(0, Word.HERE, 1, 1.0)))
+    for now in range(3, 3600):
+        assert not call(float(now))[0]
+    meets, said = call(3600.0, (2, Said(0, Word.HERE, 1, 3598.0)))
+    assert not meets and said == [(1, Said(0, Word.ASK, 1, 1.0))]
+    meets, said = call(3601.0, (1, Said(0, Word.HERE, 1, 1.0)))
+    assert meets and {rank for rank, _ in said} == {1, 2}
+
+
+def test_a_stop_is_no_interval_between_calls() -> None:
+    leader = Meetings(0)
+    for now in (1.0, 2.0, 3600.0):
+        _, said = leader.called(now, [1], [(1, Said(0, Word.ASK, 1, 1.0))], False, False)
+    assert said == [(1, Said(0, Word.HERE, 1, 1.0))]
