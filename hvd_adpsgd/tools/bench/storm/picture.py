@@ -45,7 +45,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], faults: Sequence[Fault], path
     loss.set(xlabel="minutes", ylabel="loss of the mean model")
     loss.plot([], [], color="0.4", lw=0.8, ls=":", label="without faults")
     loss.legend(frameon=False, fontsize=8)
-    part.legend(frameon=False, ncol=4, fontsize=8)
+    part.legend(frameon=False, ncol=8, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
