@@ -1,0 +1,63 @@
+"""Between two operations over all learners: who has ended in order, and who waits in an operation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.collectives.collectives import Collectives
+from hvd_adpsgd.lifecycle.membership import Membership
+from tests.silent_network import LEAVES, WAITS, SilentNetwork
+
+FAILS, FINISHES = 1, 2  # _FAILS, _FINISHES of messaging/messages
+
+
+@pytest.fixture
+def network() -> SilentNetwork:
+    return SilentNetwork()
+
+
+@pytest.fixture
+def collectives(network: SilentNetwork) -> Collectives:
+    groups = [(0,), (1,), (2,)]
+    membership = Membership(groups, ["a", "b", "c"], 0)
+    return Collectives(None, network, 0, (0, 1, 2), 3, membership, "continue", False)
+
+
+def nobody(living: set[int], heard: object) -> tuple[bool, list[tuple[int, object]]]:
+    return False, []
+
+
+def leaves(network: SilentNetwork, place: int, how: int) -> None:
+    network.arrives(place, LEAVES, np.array([how, place], dtype=np.int32).tobytes())
+
+
+def test_who_has_ended_its_script_stays_so_when_a_super_learner_has_joined(
+    network: SilentNetwork, collectives: Collectives
+) -> None:
+    """The connections that include the new one know nothing of the old ones' messages."""
+    leaves(network, 1, FINISHES)
+    leaves(network, 2, FAILS)
+    assert not collectives.confer("admit", nobody)
+    assert collectives.finished() == {1}
+    collectives.meet(None, SilentNetwork(2), (0, 3), 4)
+    assert collectives.finished() == {1}
+    collectives.note_finished({2})  # others know more
+    assert collectives.finished() == {1, 2}
+
+
+def test_a_learner_that_has_joined_in_the_place_of_an_ended_one_has_not_ended(
+    network: SilentNetwork, collectives: Collectives
+) -> None:
+    leaves(network, 1, FINISHES)
+    collectives.confer("admit", nobody)
+    collectives.meet(None, SilentNetwork(3), (0, 1, 2))
+    assert collectives.finished() == set()
+
+
+@pytest.mark.parametrize(("operation", "begins"), [("admit", True), ("averaged", False)])
+def test_an_operation_begins_where_another_learner_waits_in_it(
+    network: SilentNetwork, collectives: Collectives, operation: str, begins: bool
+) -> None:
+    network.arrives_pickled(1, WAITS, ((operation, "train.py", 3), {}))
+    assert collectives.confer("admit", nobody) is begins
