@@ -164,7 +164,7 @@ class JoiningLearner:
     def verdict(self, world: World) -> Any:
         """Return True if the job has switched to the new connections, which include this super learner.
 
-        False: the job has put this super learner off to a later call of hvd.admit. Else it goes on without.
+        False: this super learner waits for a later call of hvd.admit. Anything else: it does not join.
         """
         said = None
         if self.conversation is not None:

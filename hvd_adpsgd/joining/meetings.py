@@ -8,7 +8,7 @@ so, and meets; all others meet at their first call after they have heard that.
     every other leader                  (at a call)         meets at its next call
 
 So nobody waits for a learner that is stopped, or cut off: it does not answer. A leader that has answered
-comes again within one interval of its calls, and so long the others wait for it. If the leader that asks
+calls again within one interval of its calls, and the others wait for it until then. If the leader that asks
 fails, another one asks. A message about a meeting that is over means nothing.
 """
 
@@ -75,7 +75,7 @@ class Meetings:
         wants: bool,
         first: bool,
     ) -> tuple[bool, list[tuple[int, Said]]]:
-        """Note a call of hvd.admit; return whether to meet, and what to say to whom.
+        """Note a call of hvd.admit; return whether to meet, and the messages to send, with their receivers.
 
         Args:
             now: seconds, of time.monotonic.
@@ -103,9 +103,8 @@ class Meetings:
         elif set(others) <= self._answers.keys():
             old = [rank for rank in others if self._is_old(now, *self._answers[rank])]
             if not old:
-                self._goes = (
-                    True  # until they have met: the meeting may give way to another operation
-                )
+                # until they have met: the meeting may give way to another operation
+                self._goes = True
                 return True, said + [(rank, self._says(Word.GO, self._round)) for rank in others]
             for rank in old:  # it may have stopped since
                 del self._answers[rank]

@@ -53,9 +53,9 @@ _VALUE, _MADE = "value", "made"  # of a gather before the connections are made, 
 class Gather(Protocol):
     """Gathers a value from each learner of the job and of the joining super learner, by rank.
 
-    If a learner of the job fails, its others leave the gathers of `connect_anew` and go on to `made`, while
-    the joining super learner still waits in an earlier one, or the reverse. So each message says of which
-    kind it is.
+    If a learner of the job fails, the job's other learners leave the gathers of `connect_anew` and go on to
+    `made`, while the joining super learner still waits in an earlier one, or the reverse. So each message
+    says of which kind it is.
     """
 
     def __call__(self, value: Any) -> list[Any]:

@@ -90,9 +90,10 @@ def admit(
         state: a picklable value for a joining learner, such as the epoch. Each call packs it.
         patience_s: seconds from the start of a super learner until it must call this function.
         blocking: the same on all learners. False: super learners may call this at different steps, and
-            differ in the number of calls; a call every few steps costs next to nothing. A super learner that
-            is slow or stopped delays who joins, not who trains. Those that have run shutdown() are not
-            replaced. No effect on strategies with rounds, whose super learners wait for each other anyway.
+            differ in the number of calls. They wait for each other only if a super learner is started or
+            joins, and all have just answered; one that is stopped before it answers delays the join, not the
+            training. Super learners that have run shutdown() are not replaced. No effect on strategies with
+            rounds, whose super learners wait for each other anyway.
 
     Returns:
         `state`; on a joining learner the `state` of the other learners.
@@ -219,8 +220,8 @@ def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _C
         stay: ranks of learners that are not replaced, as known to this learner.
     """
     here = join_server(world)
+    _dismiss_late(here, world)
     mine = list(here.candidates)
-    _dismiss_late(world, mine)
     states = [candidate.state() for candidate in mine]
     own = [_Coming(n.number, s, n.request, world.rank) for n, s in zip(mine, states, strict=True)]
     problem = problem and f"on learner {world.rank}: {problem}"
@@ -385,14 +386,16 @@ def _offer_alone(world: World, patience_s: float) -> None:
         _offer(world, requesting[0], patience_s)
 
 
-def _dismiss_late(world: World, mine: list[JoiningSuperLearner]) -> None:
-    """Dismiss joining super learners whose super_rank another one has taken meanwhile."""
+def _dismiss_late(here: JoinServer, world: World) -> None:
+    """Dismiss joining super learners whose super_rank another one has taken, which is no failed start."""
     gone = lost(world.groups, world.collectives.ranks)
-    for one in mine:
-        taken = one.number is not None and one.number < len(world.groups)
-        moves = one.request is not None and one.request.instead_of is None
-        if taken and (moves or one.number not in gone) and not one.problem:
-            one.problem = f"another one has joined as super learner {one.number}"
+    for one in list(here.candidates):
+        if one.number is None or one.number >= len(world.groups):
+            continue
+        replaces = one.request is None or one.request.instead_of is not None
+        if not (replaces and one.number in gone):
+            here.remove(one)
+            one.dismiss(why=f"another one has joined as super learner {one.number}")
 
 
 def _give_up(here: JoinServer, candidate: JoiningSuperLearner) -> None:

@@ -98,7 +98,7 @@ def test_all_meet_soon_and_the_others_wait_for_one_interval(
         ended, entered = job.ended[-1]
         slowest = 1.1 * max(intervals)
         assert ended - min(entered.values()) <= slowest + 2 * DELAY_S
-        assert ended - began <= 10 * slowest + 2.0  # incl. the patience of whoever is not first
+        assert ended - began <= 10 * slowest + 2.0  # also if it first waits for another one to ask
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,7 +3,7 @@
 The last super learner is slower. Super learner 1 stops itself after some steps: another one makes --ahead
 steps meanwhile, which ends the stop. Then super learner 2 kills itself, and a new one takes its place. With
 --evaluates all average their models after every 5th call, too. When the new one has trained for some steps,
-each ends at its own step. Files in --folder tell who has come how far.
+each ends at its own step. Files in --folder record who has stopped, joined and trained.
 """
 
 import argparse
