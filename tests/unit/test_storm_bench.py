@@ -290,7 +290,8 @@ def test_the_prediction_of_a_short_storm():
     pytest.importorskip("torch")
     from hvd_adpsgd.tools.bench.storm import predict
 
-    options = {"slots": 4, "minutes": 1 / 3, "every": 1.0, "width": 32, "layers": 1, "seed": 0}
+    options = {"slots": 4, "minutes": 1 / 3, "every": 1.0, "seed": 0}
+    settings = {"width": 32, "layers": 1, "length": 64, "batch": 8, "rate": 2e-3}
     faults = [
         Fault(1.0, "stop", 2, 4.0),
         Fault(8.0, "kill", 1),
@@ -299,7 +300,7 @@ def test_the_prediction_of_a_short_storm():
         "calm_steps_per_living_s": 1.0, "steps_kept": 0.5, "participation": 2.0,
         "kill_to_step_s": 5.0, "kill_to_step_without_imports_s": 3.0,
     }  # fmt: skip
-    found = predict.predicted(argparse.Namespace(**options), faults, measured)
+    found = predict.predicted(argparse.Namespace(**options), settings, faults, measured)
     assert (found["failed"], found["joined"], found["left_out"]) == (1, 1, 0)
     assert (found["step_s"], found["kill_to_request_s"]) == (1.0, 2.0)
     assert 0.85 < found["steps_kept"] < 1.1

@@ -207,7 +207,9 @@ def _predicted(
 ) -> dict[str, Any]:
     from hvd_adpsgd.tools.bench.storm import predict
 
-    return {"predicted": predict.predicted(args, faults, measured)}
+    return {
+        "predicted": predict.predicted(args, _settings("hadpsgd", args, Path()), faults, measured)
+    }
 
 
 def _line(report: Mapping[str, Any]) -> str:

@@ -25,16 +25,19 @@ __all__ = ["predicted", "simulated", "task_of"]
 
 _BYTES_PER_S, _LATENCY_S = 1e9, 1e-4  # of loopback on a busy host; models are small
 _REPLACE_S = 10.0  # from a kill to the replacement's request, if none was measured
-_LENGTH, _BATCH, _RATE = 64, 8, 2e-3  # as in the package's __init__
 
 
 def predicted(
-    args: argparse.Namespace, faults: Sequence[Fault], measured: Mapping[str, Any] | None
+    args: argparse.Namespace,
+    settings: Mapping[str, Any],
+    faults: Sequence[Fault],
+    measured: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return steps and participation of a simulated job, and their differences from the measurement.
 
     Args:
         args: options of `bench storm`.
+        settings: of a learner, see driver.perform.
         faults: what was played.
         measured: the report of hadpsgd; None: there is none. Its step without faults, and the time that a
             replacement needs to start, are those of the simulation.
@@ -44,7 +47,7 @@ def predicted(
     step_s = 1 / speed if speed else args.step
     asks_s = _asks_s(measured)
     struck, left_out = simulated(faults, args.slots)
-    task = task_of(args)
+    task = task_of(settings)
     storm = _train(args, task, step_s, struck, asks_s)
     calm = _train(args, task, step_s, [], None)
     found = _numbers(storm, calm, _living_s(storm) - _lost_s(struck, 60 * args.minutes))
@@ -87,19 +90,19 @@ def _struck(fault: Fault) -> Iterator[scenario.Fault]:
         yield scenario.Fault(fault.at_s + fault.duration_s, "slow", fault.slot, value=1.0)
 
 
-def task_of(args: argparse.Namespace) -> Task:
-    """Return the work of a learner as a task in virtual time."""
-    text = work.Text(_LENGTH)
+def task_of(settings: Mapping[str, Any]) -> Task:
+    """Return the work of a learner, by its settings, as a task in virtual time."""
+    text = work.Text(settings["length"])
 
     def batches(super_learner: int, n: int, seed: int) -> Iterator[work.Batch]:
         chance = torch.Generator().manual_seed(1_000_003 * seed + super_learner)
-        return (text.batch(_BATCH, chance) for _ in itertools.count())
+        return (text.batch(settings["batch"], chance) for _ in itertools.count())
 
     return Task(
-        model=lambda: work.GPT(args.width, args.layers, _LENGTH),
+        model=lambda: work.GPT(settings["width"], settings["layers"], settings["length"]),
         loss=lambda model, batch: work.loss_of(model, batch),
         batches=batches,
-        optimizer=lambda parameters: work.adamw(list(parameters), _RATE),
+        optimizer=lambda parameters: work.adamw(list(parameters), settings["rate"]),
         evaluate=lambda model: work.loss_of(model, text.held_out()).item(),
         name="bench storm",
     )
