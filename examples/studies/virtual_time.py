@@ -65,7 +65,7 @@ def learn(options: argparse.Namespace) -> None:
 
     import hvd_adpsgd.torch as hvd
     from hvd_adpsgd.simulation.learning import Task
-    from hvd_adpsgd.simulation.learning.super_learner import seed_torch
+    from hvd_adpsgd.simulation.learning.task import seed_torch
 
     torch.set_num_threads(1)
     hvd.init()

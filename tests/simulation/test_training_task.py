@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch import nn
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, UnsupportedOptimizerError
 from hvd_adpsgd.simulation.learning import Task, train
 from hvd_adpsgd.simulation.planner import Cluster
+from hvd_adpsgd.strategies import RandomPairs
 
 GOOD = """
 import torch
@@ -83,6 +87,19 @@ def failing(*arguments: object) -> Any:
     raise RuntimeError("no data")
 
 
+OTHER = nn.Linear(3, 1)
+
+
+def holding_a_result() -> nn.Module:
+    model = nn.Linear(3, 1)
+    model.result = model(torch.ones(2, 3))
+    return model
+
+
+def schedule_of_another() -> Any:
+    return torch.optim.lr_scheduler.LinearLR(torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -95,12 +112,33 @@ def failing(*arguments: object) -> Any:
         ({"loss": lambda model, batch: 1.0}, "returned a float"),
         ({"loss": lambda model, batch: torch.ones(())}, r"backward\(\) raised RuntimeError"),
         ({"loss": failing}, r"loss\(model, batch\) raised RuntimeError: no data .*task.py, line"),
+        ({"model": lambda: nn.LazyLinear(1)}, "without a shape yet"),
+        ({"model": lambda: holding_a_result()}, "cannot be copied: RuntimeError"),
+        ({"model": lambda: nn.Linear(3, 0, bias=False)}, "0 parameters"),
+        (
+            {"loss": lambda model, batch: model(batch).mean() * 1j},
+            "of torch.complex64, needed is a scalar tensor, real",
+        ),
+        (
+            {"model": lambda: OTHER, "loss": lambda model, batch: OTHER(batch).mean()},
+            "depends on none of the 2 parameters",
+        ),
+        ({"batches": lambda i, n, seed: [(x for x in ())]}, "be copied"),
         ({"batches": lambda i, n, seed: 3}, r"batches\(0, 2, 0\) returned a int"),
         ({"batches": lambda i, n, seed: []}, r"batches\(0, 2, 0\) has 0 batches"),
         ({"batches": failing}, r"batches\(super_learner, n, seed\) raised"),
         ({"optimizer": lambda p: None}, "returned None"),
-        ({"optimizer": lambda p: torch.optim.SGD(p[:1], lr=1)}, "1 tensors, 0 of them not among"),
+        (
+            {"optimizer": lambda p: torch.optim.SGD(p[:1], lr=1)},
+            "1 tensors, 1 different .* 0 of them",
+        ),
+        (
+            {"optimizer": lambda p: torch.optim.SGD([p[0], p[0]], lr=1)},
+            "2 tensors, 1 different ones",
+        ),
         ({"schedule": lambda o: 1}, r"no step\(\)"),
+        ({"schedule": lambda o: schedule_of_another()}, "a LinearLR of another optimizer"),
+        ({"evaluate": lambda model: 10**400}, "Return a number"),
         ({"evaluate": lambda model: "good"}, "returned 'good'"),
         ({"evaluate": lambda model: torch.ones(2)}, "Return a number"),
     ],
@@ -148,8 +186,150 @@ def test_batches_that_end_are_asked_for_again_with_the_next_seed(strategy: str) 
         ({"strategy": "diloco:periods=1"}, "takes period, rate, momentum"),
         ({"strategy": "synchronous:period=1"}, "takes nothing after its name"),
         ({"strategy": "randompairs"}, "unknown strategy"),
+        ({"strategy": RandomPairs()}, "strategy is a RandomPairs, needed is its spec"),
+        ({"moments": "Own"}, "moments .* is 'Own'"),
+        ({"moments": "shared"}, "is 'shared', and SGD is none of Adam"),
+        ({"moments": "shared", "strategy": "gasloc"}, "is 'shared', and gasloc.* more than gossip"),
     ],
 )
 def test_a_bad_number_or_strategy(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(made(), two(), **{"steps": 1, **options})
+
+
+def test_an_adam_with_a_step_of_its_own_cannot_share_moments(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    task = made(optimizer=Own)
+    with pytest.raises(ConfigError, match=r"Own has a step\(\) of its own"):
+        train(task, two(), steps=1, moments="shared")
+    assert not caplog.records
+    train(task, two(), steps=1, moments="own")
+    assert not caplog.records
+    train(task, two(), steps=1)
+    assert "moments are not shared by super learners: Own has" in caplog.text
+
+
+def test_an_error_of_many_lines_is_told_in_one() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise ValueError("one\n\n  two")
+
+    with pytest.raises(ConfigError, match="ValueError: one two ") as caught:
+        train(made(loss=loss), two(), steps=1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["random_pairs", "synchronous", "diloco:period=2"])
+def test_batches_of_torchs_own_random_numbers_do_not_depend_on_the_points(strategy: str) -> None:
+    drawn: list[tuple[int, float]] = []
+
+    def batches(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            drawn.append((i, torch.rand(()).item()))
+            yield torch.rand(2, 3)
+
+    digests = set()
+    for points in (1, 7, 1000):
+        drawn.clear()
+        outcome = train(made(batches=batches), two(), strategy=strategy, steps=6, points=points)
+        digests.add(outcome.digest)
+        values = [value for _, value in drawn[2:]]  # the first two are of the probes
+        assert len(set(values)) == len(values) >= 12
+        assert dict(reversed(drawn[:2])) == dict(reversed(drawn[2:]))  # of the first batches
+    assert len(digests) == 1
+
+
+def test_vmap_draws_the_same_batches() -> None:
+    def batches(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.rand(2, 3)
+
+    task = made(batches=batches)
+    plain, together = (train(task, two(), steps=4, points=2, vmap=vmap) for vmap in (False, True))
+    assert [point.loss for point in together.points] == pytest.approx(
+        [point.loss for point in plain.points], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda x: UserDict(x=x),
+        lambda x: {"x": x.numpy()},
+        lambda x: {"weight": torch.tensor(1.0), "x": (np.float64(1), x)},
+    ],
+)
+def test_samples_of_a_batch_are_counted_wherever_they_are(wrapped: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"][1] if isinstance(batch["x"], tuple) else batch["x"]
+        return model(torch.as_tensor(x)).square().mean()
+
+    task = made(loss=loss, batches=lambda i, n, seed: [wrapped(torch.ones(5, 3))])
+    assert train(task, two(), steps=2, points=1).points[-1].samples == 20
+
+
+def test_evaluate_may_change_its_model() -> None:
+    def evaluate(model: nn.Module) -> float:
+        with torch.no_grad():
+            model.weight.zero_()
+        return 1.0
+
+    found = [train(made(evaluate=each), two(), steps=2, points=1) for each in (None, evaluate)]
+    assert found[0].digest == found[1].digest
+
+
+def test_a_loss_may_need_gradients_itself() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        inputs = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return slope.square().mean()
+
+    assert train(made(loss=loss), two(), steps=2, points=1).ended == "steps"
+
+
+@pytest.mark.parametrize("moments", ["shared", "own"])
+def test_hooks_of_the_optimizer_may_change_gradients(moments: str) -> None:
+    factor = 2.0**-10
+
+    def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        def shrink(*_: Any) -> None:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.register_step_pre_hook(shrink)
+        return optimizer
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    def batches(i: int, n: int, seed: int) -> list[torch.Tensor]:
+        return [torch.full((2, 3), 1.0 + i + k) for k in range(5)]
+
+    tasks = (
+        made(loss=loss, optimizer=hooked, batches=batches),
+        made(
+            loss=lambda model, batch: factor * loss(model, batch),
+            optimizer=torch.optim.AdamW,
+            batches=batches,
+        ),
+    )
+    first, second = (train(task, two(), steps=20, points=1, moments=moments) for task in tasks)
+    assert first.digest == second.digest
+
+
+def test_sparse_gradients_cannot_be_delayed() -> None:
+    task = made(
+        model=lambda: nn.Embedding(4, 2, sparse=True),
+        batches=lambda i, n, seed: [torch.tensor([1, 2])],
+    )
+    assert train(task, two(), steps=2, points=1).ended == "steps"
+    with pytest.raises(
+        UnsupportedOptimizerError, match="sparse gradients, which delayed_gradients"
+    ):
+        train(task, two(), strategy="delayed_gradients", steps=2, points=1)

@@ -18,8 +18,8 @@ from hvd_adpsgd.simulation.learning.curve import Curve, Vector
 from hvd_adpsgd.simulation.learning.lock_step import LockStepClock, QuorumClock
 from hvd_adpsgd.simulation.learning.outcome import Outcome, digest_of
 from hvd_adpsgd.simulation.learning.run import Training
-from hvd_adpsgd.simulation.learning.super_learner import SuperLearner, batch_size, seed_torch
-from hvd_adpsgd.simulation.learning.task import require_finite
+from hvd_adpsgd.simulation.learning.super_learner import SuperLearner, batch_size
+from hvd_adpsgd.simulation.learning.task import require_finite, seed_torch
 from hvd_adpsgd.strategies import Plan
 
 __all__ = ["BASELINES", "Baseline", "DiLoCo", "Synchronous", "parse_baseline", "run_baseline"]
@@ -219,6 +219,8 @@ class _SynchronousRun(_LockStepRun):
             self.task.run("loss(model, batch).backward()", (loss / self.n).backward)
             self.curve.add_loss(loss.item())
             self.samples += batch_size(batch)
+        if number == 0:
+            self.task.require_gradient(self._parameters)
         self.task.run("optimizer(parameters).step()", self._optimizer.step)
         if self._schedule is not None:
             self.task.run("schedule(optimizer).step()", self._schedule.step)
@@ -286,15 +288,13 @@ class _DiLoCoRun(_LockStepRun):
         """An outer step with these models. All begin with its model; replacements have new optimizers."""
         self._kept += self._samples_of(trained)
         self._before = [learner.samples for learner in self._learners]
-        if not trained:
-            return
-        for i, start in enumerate(self._start):
+        for i, start in enumerate(self._start if trained else ()):
             mean = torch.zeros_like(start, dtype=torch.float64)
             for number in sorted(trained):
                 mean += self._learners[number].parameters[i]
             mean /= len(trained)
             start.grad = start - mean.to(start.dtype)
-        self._outer.step()
+        self._outer.step()  # nothing where all have failed: there are no gradients
         self._outer.zero_grad()
         for learner in self._learners:
             for own, start in zip(learner.parameters, self._start, strict=True):

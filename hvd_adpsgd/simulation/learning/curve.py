@@ -13,8 +13,8 @@ import torch
 
 from hvd_adpsgd.simulation.learning.memory import Layout
 from hvd_adpsgd.simulation.learning.outcome import Point
-from hvd_adpsgd.simulation.learning.super_learner import seed_torch, trained
-from hvd_adpsgd.simulation.learning.task import Task
+from hvd_adpsgd.simulation.learning.super_learner import trained
+from hvd_adpsgd.simulation.learning.task import Task, seed_torch
 
 __all__ = ["Curve"]
 
@@ -42,9 +42,7 @@ class Curve:
         self._parameters = [p for _, p in trained(self.model)]
         self.layout = Layout(self._parameters)
         self._task, self._seed = task, seed
-        self._probes = [
-            copy.deepcopy(next(task.stream(i, n, seed))) for i in range(min(n, _PROBES))
-        ]
+        self._probes = [task.copied(next(task.stream(i, n, seed))) for i in range(min(n, _PROBES))]
         self._losses: list[float] = []
 
     def add_loss(self, loss: float) -> None:
@@ -96,10 +94,10 @@ class Curve:
 
     def _evaluate(self) -> tuple[float, dict[str, float]]:
         seed_torch(self._seed, 0, 0)
-        with torch.no_grad():
-            losses = [self._task.loss_of(self.model, probe).item() for probe in self._probes]
-            evaluation = self._task.evaluation(self.model)
+        losses = [self._task.loss_of(self.model, probe).item() for probe in self._probes]
         self.model.eval()  # the user's function may have left it in another mode
+        with torch.no_grad():
+            evaluation = self._task.evaluation(self.model)
         return math.fsum(losses) / len(losses), evaluation
 
     @torch.no_grad()

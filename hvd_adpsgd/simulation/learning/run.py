@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +21,13 @@ from hvd_adpsgd.simulation.learning.task import Task
 from hvd_adpsgd.simulation.learning.together import Together
 from hvd_adpsgd.simulation.planner import Cluster, failure_times, job_of
 from hvd_adpsgd.simulation.scenario import Fault
-from hvd_adpsgd.strategies import parse
+from hvd_adpsgd.strategies import Strategy, parse
+from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
 from hvd_adpsgd.training.update_rules import UpdateRule
 
 __all__ = ["Budget", "EngineRun", "Training"]
 
+log = logging.getLogger("hvd_adpsgd")
 _STREAMS = 1_000_003  # between the seeds of the batches of super learners that join
 _MOST_ENGINES, _MOST_STREAMS = 1_000_000, 16_000_000  # a few hundred bytes of memory each
 
@@ -83,10 +86,13 @@ class EngineRun:
         faults = training.faults
         self._task, self._cluster, self._faults = task, cluster, faults
         self._budget, self._progress = training.budget, training.progress
-        self._shares = training.moments != "own" and parse(cluster.strategy).is_gossip
+        strategy = parse(cluster.strategy)
+        self._shares = training.moments != "own" and strategy.is_gossip
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]
+        if training.moments != "own":
+            _check_moments(training, strategy, self._learners[0].optimizer)
         self._model, self._ranks = model, [*range(n)]
         self._replace_s = training.replace_s
         self._lives = Chance(cluster.seed + 3)
@@ -330,6 +336,24 @@ class EngineRun:
             digest=digest_of(self._curve.model),
             model=self._curve.model,
         )
+
+
+def _check_moments(
+    training: Training, strategy: Strategy, optimizer: torch.optim.Optimizer
+) -> None:
+    """Raise ConfigError if moments are to be shared and cannot be; warn where Adam's kin keep their own."""
+    found: Adaptive | str = adaptive(optimizer)
+    if not strategy.is_gossip:
+        found = f"{strategy.spec()} is more than gossip"
+    if isinstance(found, Adaptive):
+        return
+    if training.moments == "shared":
+        raise ConfigError(
+            f"{training.task.name}: moments (--moments) is 'shared', and {found}. Leave it out, or use one "
+            "of torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
+        )
+    if strategy.is_gossip and any("betas" in group for group in optimizer.param_groups):
+        log.warning("moments are not shared by super learners: %s; --moments own is silent", found)
 
 
 def _require_room(n: int, most: int, largest: int, streams: bool) -> None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvd_adpsgd.simulation.chance import Chance
+from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.simulation.learning.memory import Layout
-from hvd_adpsgd.simulation.learning.task import Task, require_finite
+from hvd_adpsgd.simulation.learning.task import Task, require_finite, seed_torch
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.strategies.update_rules import LateGradients
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 from hvd_adpsgd.training.update_rules import make_rule
 
-__all__ = ["Gradient", "SuperLearner", "batch_size", "seed_torch", "trained"]
-
-_PRIME = 1_000_003
+__all__ = ["Gradient", "SuperLearner", "batch_size", "trained"]
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,17 @@ class SuperLearner:
             for parameter, value in zip(self.parameters, found.values, strict=True):
                 parameter.grad = value
         require_finite(self._task, loss, step, self.number, time_s)
+        if self.averages_gradients and any(_is_sparse(p) for p in self.parameters):
+            raise UnsupportedOptimizerError(
+                f"{self._task.name}: the model has sparse gradients, which delayed_gradients cannot average. "
+                "Make them dense, as nn.Embedding(sparse=False), or use another strategy."
+            )
         self.steps += 1
         self.samples += batch_size(batch)
         with torch.no_grad():
             self.rule.before_optimizer()
-            self.rule.before_update()
         if step > 0 or not self.averages_gradients:
-            self._task.run("optimizer(parameters).step()", self.optimizer.step)
+            self._task.run("optimizer(parameters).step()", self._optimizer_step)
         if self.schedule is not None:
             self._task.run("schedule(optimizer).step()", self.schedule.step)
         self.rule.after_update()
@@ -136,10 +139,22 @@ class SuperLearner:
             self.rule.before_corrections()
         return loss
 
+    def _optimizer_step(self) -> None:
+        if self.rule.in_update:
+            self.optimizer.step(self._before_update)  # after the file's step hooks, which may clip
+        else:
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def _before_update(self) -> Any:
+        self.rule.before_update()
+
     def _gradient(self, batch: Any, step: int) -> float:
         seed_torch(self._seed, self.number, step)
         loss = self._task.loss_of(self.model, batch)
         self._task.run("loss(model, batch).backward()", loss.backward)
+        if step == 0:
+            self._task.require_gradient(self.parameters)
         return loss.item()
 
     @torch.no_grad()
@@ -215,20 +230,20 @@ def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def seed_torch(seed: int, number: int, step: int) -> None:
-    """Seed torch for one step of one super learner."""
-    mixed = Chance((seed * _PRIME + number) * _PRIME + step).draw()
-    torch.default_generator.manual_seed(mixed >> 1)
+def _is_sparse(parameter: torch.nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.layout != torch.strided
 
 
 def batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch; 1 if there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, dict):
+    """Return the length of the first tensor or array with a dimension in a batch; 1 if there is none."""
+    return _length(batch) or 1
+
+
+def _length(batch: Any) -> int | None:
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (tuple, list)):
-        for item in batch:
-            if isinstance(item, (torch.Tensor, tuple, list, dict)):
-                return batch_size(item)
-    return 1
+        return next((found for item in batch if (found := _length(item)) is not None), None)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import math
@@ -20,8 +21,9 @@ from hvd_adpsgd.errors import (
     NonFiniteModelError,
     UnsupportedOptimizerError,
 )
+from hvd_adpsgd.simulation.chance import Chance
 
-__all__ = ["Task", "require_finite"]
+__all__ = ["Task", "require_finite", "seed_torch"]
 
 _ARGUMENTS = {
     "model": (),
@@ -32,6 +34,7 @@ _ARGUMENTS = {
     "evaluate": ("model",),
 }
 _OPTIONAL = ("schedule", "evaluate")
+_PRIME = 1_000_003
 _PAGE = "docs/training_in_virtual_time.md shows such a file."
 
 
@@ -107,13 +110,28 @@ class Task:
         """Return model(), checked.
 
         Raises:
-            ConfigError: if it is no module on the CPU with parameters of one dtype to train.
+            ConfigError: if it is no module on the CPU with parameters of one dtype to train, or none that can
+                be copied.
         """
         model = self.call("model")
         if not isinstance(model, torch.nn.Module):
             raise self.bad("model()", f"returned {_kind(model)}", "Return a torch.nn.Module")
+        every = [*model.parameters(), *model.buffers()]
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in every):
+            raise self.bad(
+                "model()", "has parameters without a shape yet", "Call it once with a batch before"
+            )
+        try:
+            model = copy.deepcopy(model)
+        except Exception as error:
+            raise self.bad(
+                "model()",
+                f"returned a module that cannot be copied: {_described(error)}",
+                "Let it hold tensors without a gradient function only (torch.nn.utils.parametrizations, not "
+                "the older weight_norm)",
+            ) from error
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not trained:
+        if not sum(p.numel() for _, p in trained):
             raise self.bad(
                 "model()", "returned a module with 0 parameters to train", "Give it 1 or more"
             )
@@ -158,11 +176,12 @@ class Task:
         mine = {id(p) for p in parameters}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         others = sum(id(p) not in mine for p in held)
-        if others or len(held) != len(mine):
+        different = len({id(p) for p in held})
+        if others or len(held) != len(mine) or different != len(held):
             raise self.bad(
                 "optimizer(parameters)",
-                f"returned an optimizer of {len(held)} tensors, {others} of them not among the "
-                f"{len(mine)} parameters",
+                f"returned an optimizer of {len(held)} tensors, {different} different ones, {others} of them "
+                f"not among the {len(mine)} parameters",
                 "Pass all of `parameters` to it, and no others",
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -189,15 +208,22 @@ class Task:
                     f"returned {_kind(schedule)}, which has no {name}()",
                     "Return a torch.optim.lr_scheduler",
                 )
+        if getattr(schedule, "optimizer", optimizer) is not optimizer:
+            raise self.bad(
+                "schedule(optimizer)",
+                f"returned {_kind(schedule)} of another optimizer",
+                "Make it of the given one",
+            )
         return schedule
 
     def stream(self, super_learner: int, n: int, seed: int) -> Iterator[Any]:
-        """Yield the batches of a super learner without end.
+        """Yield the batches of a super learner without end; torch is seeded before each.
 
         Raises:
             ConfigError: if batches() returns nothing to iterate over, or no batch.
         """
         while True:
+            seed_torch(seed, super_learner, -1)
             batches, count = self.call("batches", super_learner, n, seed), 0
             if not isinstance(batches, Iterable):
                 raise self.bad(
@@ -207,6 +233,7 @@ class Task:
                 )
             iterator = iter(batches)
             while True:
+                seed_torch(seed, super_learner, -2 - count)
                 try:
                     batch = next(iterator)
                 except StopIteration:
@@ -223,6 +250,21 @@ class Task:
                 )
             seed += 1
 
+    def copied(self, batch: Any) -> Any:
+        """Return a copy of a batch.
+
+        Raises:
+            ConfigError: if it cannot be copied.
+        """
+        try:
+            return copy.deepcopy(batch)
+        except Exception as error:
+            raise self.bad(
+                "batches(super_learner, n, seed)",
+                f"has a batch that cannot be copied: {_described(error)}",
+                "Let it hold tensors, arrays and numbers",
+            ) from error
+
     def loss_of(self, model: Any, batch: Any) -> torch.Tensor:
         """Return loss(model, batch), checked.
 
@@ -230,14 +272,34 @@ class Task:
             ConfigError: if it is no scalar tensor.
         """
         loss = self.call("loss", model, batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.dim() > 1:
+        if (
+            not isinstance(loss, torch.Tensor)
+            or loss.numel() != 1
+            or loss.dim() > 1
+            or loss.is_complex()
+        ):
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            if isinstance(loss, torch.Tensor) and loss.is_complex():
+                shape = f" of {loss.dtype}"
             raise self.bad(
                 "loss(model, batch)",
-                f"returned {_kind(loss)}{shape}, needed is a scalar tensor",
+                f"returned {_kind(loss)}{shape}, needed is a scalar tensor, real",
                 "Return the mean over the batch",
             )
         return loss.reshape(())
+
+    def require_gradient(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Check after backward() that the loss depends on the parameters of its model.
+
+        Raises:
+            ConfigError: if none of them has a gradient.
+        """
+        if all(parameter.grad is None for parameter in parameters):
+            raise self.bad(
+                "loss(model, batch)",
+                f"depends on none of the {len(parameters)} parameters of its model",
+                "Compute it with `model`, a copy of what model() returned",
+            )
 
     def evaluation(self, model: torch.nn.Module) -> dict[str, float]:
         """Return the numbers of evaluate(model) by name; {} without the function.
@@ -247,11 +309,11 @@ class Task:
         """
         if self.evaluate is None:
             return {}
-        found = self.call("evaluate", model)
+        found = self.call("evaluate", copy.deepcopy(model))  # which it may change
         named = found if isinstance(found, Mapping) else {"evaluation": found}
         try:
             return {str(name): float(value) for name, value in named.items()}
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise self.bad(
                 "evaluate(model)",
                 f"returned {found!r:.60}",
@@ -295,6 +357,12 @@ class Task:
         return ConfigError(
             f"{self.name}: {shown} raised {_described(error)}. Correct the function."
         )
+
+
+def seed_torch(seed: int, number: int, step: int) -> None:
+    """Seed torch for one step of one super learner; for a batch steps are negative."""
+    mixed = Chance((seed * _PRIME + number) * _PRIME + step).draw()
+    torch.default_generator.manual_seed(mixed >> 1)
 
 
 def require_finite(task: Task, loss: float, step: int, super_learner: int, time_s: float) -> None:
@@ -347,7 +415,8 @@ def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "hvd_adpsgd" not in f.filename and "importlib" not in f.filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    text = " ".join(str(error).split())  # messages have one line
+    return f"{type(error).__name__}: {text}{place}"
 
 
 def _kind(value: object) -> str:

@@ -10,8 +10,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils import _pytree as pytree
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.simulation.learning.super_learner import Gradient, SuperLearner, seed_torch
-from hvd_adpsgd.simulation.learning.task import Task
+from hvd_adpsgd.simulation.learning.super_learner import Gradient, SuperLearner
+from hvd_adpsgd.simulation.learning.task import Task, seed_torch
 
 __all__ = ["Together"]
 

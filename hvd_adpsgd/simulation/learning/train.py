@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import in_bound
-from hvd_adpsgd.simulation.learning.baselines import parse_baseline, run_baseline
+from hvd_adpsgd.simulation.learning.baselines import Baseline, parse_baseline, run_baseline
 from hvd_adpsgd.simulation.learning.faults import KINDS, LOCK_STEP_KINDS, checked
 from hvd_adpsgd.simulation.learning.outcome import Outcome
 from hvd_adpsgd.simulation.learning.run import Budget, EngineRun, Training
-from hvd_adpsgd.simulation.learning.super_learner import seed_torch
-from hvd_adpsgd.simulation.learning.task import Task
+from hvd_adpsgd.simulation.learning.task import Task, seed_torch
 from hvd_adpsgd.simulation.planner import Cluster
 from hvd_adpsgd.simulation.scenario import Fault
+from hvd_adpsgd.strategies import parse
 
-__all__ = ["LARGEST_N", "train"]
+__all__ = ["LARGEST_N", "prepared", "train"]
 
 LARGEST_N = 4096
 _PATIENCE = 100  # times the expected duration, after which a run that waits for steps ends
@@ -74,12 +75,13 @@ def train(
         in_bound("train: steps (--steps)", steps, (1, 10**9))
     if replace_s is not None:
         in_bound("train: replace_s (--replace-after)", replace_s, (0.0, 1e9))
+    if moments not in (None, "shared", "own"):
+        raise ConfigError(
+            f"train: moments (--moments) is {moments!r}, allowed are 'shared' and 'own'. Pass one of "
+            "these, or None."
+        )
     spec = cluster.strategy if strategy is None else strategy
-    baseline = parse_baseline(spec)
-    if baseline is None:
-        cluster = dataclasses.replace(cluster, strategy=spec)
-    kinds = KINDS if baseline is None else LOCK_STEP_KINDS
-    found = checked(faults, n, kinds, spec)
+    cluster, baseline, found = prepared(cluster, spec, faults)
     seconds = 60 * cluster.minutes
     if steps is not None:
         slowest = cluster.slow_factor if cluster.slow else 1.0
@@ -100,6 +102,28 @@ def train(
             return run.run()
         finally:
             run.close()
+
+
+def prepared(
+    cluster: Cluster, spec: str, faults: Sequence[Fault]
+) -> tuple[Cluster, Baseline | None, list[Fault]]:
+    """Return the cluster with a strategy, or the baseline, and the faults in order; all are checked.
+
+    Raises:
+        ConfigError: for a bad strategy, baseline or fault.
+        AdpsgdError: if the strategy does not work with so many super learners.
+    """
+    if not isinstance(spec, str):
+        raise ConfigError(
+            f"train: strategy is a {type(spec).__name__}, needed is its spec, as 'random_pairs'. Pass its "
+            "spec()."
+        )
+    n, baseline = cluster.super_learners, parse_baseline(spec)
+    if baseline is None:
+        cluster = dataclasses.replace(cluster, strategy=spec)
+        parse(spec).plan(0, n)
+    kinds = KINDS if baseline is None else LOCK_STEP_KINDS
+    return cluster, baseline, checked(faults, n, kinds, spec)
 
 
 @contextlib.contextmanager
