@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
 from hvd_adpsgd.simulation.learning import Task, train
 from hvd_adpsgd.simulation.learning.run import Budget, EngineRun, Training
@@ -23,6 +23,7 @@ from hvd_adpsgd.simulation.learning.super_learner import SuperLearner
 from hvd_adpsgd.simulation.planner import Cluster
 from hvd_adpsgd.simulation.scenario import Fault
 from hvd_adpsgd.tools import simulate
+from hvd_adpsgd.tools.simulate import trained
 
 INPUTS, WIDTH = 5, 7
 
@@ -533,6 +534,14 @@ def test_the_command_writes_the_same_json_twice(
         (["--train", EXAMPLE, "--super-learners", "2", "--fault", "crash,1"], "bad --fault"),
         (["--train", EXAMPLE, "--super-learners", "2", "--compare", "dilocos"], "unknown strategy"),
         (["--train", "none.py", "--super-learners", "2"], "needed is a Python file"),
+        (
+            ["--train", EXAMPLE, "--super-learners", "2", "--json", "x.png", "--figure", "./x.png"],
+            "--json and --figure are both x.png",
+        ),
+        (
+            ["--train", EXAMPLE, "--super-learners", "2", "--steps", "1", "--json", "/dev/full"],
+            "--json /dev/full: the file cannot be written (No space left",
+        ),
     ],
 )
 def test_a_bad_command(
@@ -540,6 +549,33 @@ def test_a_bad_command(
 ) -> None:
     assert simulate.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("compared", "fault"), [("synchronous", "join,3,1s"), ("diloco:period=0", "stop,0,1s,1s")]
+)
+def test_a_run_that_cannot_be_compared_is_refused_before_the_first(
+    tmp_path: Path, compared: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--strategy", "fixed_ring", "--compare", compared, "--fault", fault)
+    assert simulate.main(command(tmp_path, *arguments)) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_the_runs_before_one_that_fails_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def training(*arguments: Any, strategy: str, **options: Any) -> Any:
+        if strategy == "fixed_ring":
+            raise NonFiniteModelError("the loss is nan")
+        return train(*arguments, strategy=strategy, **options)
+
+    monkeypatch.setattr(trained, "train", training)
+    file = tmp_path / "out.json"
+    arguments = ("--compare", "synchronous", "fixed_ring", "--json", str(file))
+    assert simulate.main(command(tmp_path, *arguments)) == 2
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["strategy"] for run in runs] == ["random_pairs:seed=0", "synchronous"]
 
 
 def test_the_other_modes_import_no_torch() -> None:
@@ -724,6 +760,21 @@ def test_diloco_waits_for_its_quorum() -> None:
         faults=crashes,
     )
     assert never.steps[3] == 10 and never.ended == "time"
+
+
+def test_after_all_have_failed_their_replacements_begin_with_the_last_mean() -> None:
+    outcome = train(
+        task(batches=lambda i, n, seed: [torch.ones(4, INPUTS, dtype=torch.float64)]),
+        cluster(2, spread=0.0),
+        strategy="diloco:period=10,quorum=0.5",
+        steps=40,
+        points=1000,
+        faults=(Fault(1.25, "crash", 0), Fault(1.45, "crash", 1)),
+        replace_s=0.1,
+    )
+    assert (outcome.failed, outcome.joined) == (2, 2)
+    # all batches are equal: models differ only if one began with another model than the mean
+    assert outcome.points[-1].training == 2 and outcome.points[-1].distance == 0
 
 
 def test_samples_of_a_learner_that_fails_before_the_mean_are_lost() -> None:

@@ -28,7 +28,7 @@ from hvd_adpsgd.simulation.scenario import LONGEST_S, Scenario, job_of
 from hvd_adpsgd.simulation.shrink import shrink
 from hvd_adpsgd.tools.simulate import progress, units
 from hvd_adpsgd.tools.simulate.arguments import PLAN_DEFAULTS, parsed
-from hvd_adpsgd.tools.simulate.files import check_image, check_writable
+from hvd_adpsgd.tools.simulate.files import check_different, check_image, check_writable
 
 __all__ = ["main"]
 
@@ -54,6 +54,7 @@ def _run(args: argparse.Namespace) -> int:
     check_writable("--timeline", args.timeline)
     check_writable("--json", args.json)
     check_image("--figure", args.figure)
+    check_different(("--json", args.json), ("--figure", args.figure))
     if args.train is not None:
         from hvd_adpsgd.tools.simulate import (
             trained,

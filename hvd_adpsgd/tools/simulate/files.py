@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 
-__all__ = ["check_image", "check_writable"]
+__all__ = ["check_different", "check_image", "check_writable"]
 
 
 def check_writable(option: str, path: str | None) -> None:
@@ -28,6 +28,18 @@ def check_writable(option: str, path: str | None) -> None:
             f"{option} {path}: the file cannot be written ({error.strerror}). Name a file in a folder that "
             "exists and may be written to."
         ) from error
+
+
+def check_different(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
+    """Check that two options, with their paths, do not name one file.
+
+    Raises:
+        ConfigError: if the second file would overwrite the first one.
+    """
+    if one[1] and other[1] and Path(one[1]).resolve() == Path(other[1]).resolve():
+        raise ConfigError(
+            f"{one[0]} and {other[0]} are both {one[1]}: one would overwrite the other. Name two files."
+        )
 
 
 def check_image(option: str, path: str | None) -> None:

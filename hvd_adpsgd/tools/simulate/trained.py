@@ -7,14 +7,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-from hvd_adpsgd.errors import MissingRequirementError
+from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 from hvd_adpsgd.simulation.planner import Cluster
 from hvd_adpsgd.tools.simulate import progress, units
 
 try:
     from hvd_adpsgd.simulation.learning import Outcome, Task, train
-    from hvd_adpsgd.simulation.learning.baselines import parse_baseline
     from hvd_adpsgd.simulation.learning.figure import draw
+    from hvd_adpsgd.simulation.learning.train import prepared
 except ImportError as error:
     if error.name != "torch":
         raise
@@ -35,11 +35,10 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
     task = Task.from_file(args.train)
     specs = [args.strategy, *(args.compare or ())]
     parameters = units.model(args.model) if args.model else float(task.parameters())
-    for spec in specs:  # before the first run, which may take minutes
-        if parse_baseline(spec) is None:
-            dataclasses.replace(cluster, strategy=spec)
     faults = [units.fault(text) for text in args.fault or ()]
     cluster = dataclasses.replace(cluster, parameters=parameters)
+    for spec in specs:  # before the first run, which may take minutes
+        prepared(cluster, spec, faults)
     replace_s = None if args.replace_after is None else units.seconds(args.replace_after)
     outcomes = []
     for spec in specs:
@@ -58,11 +57,21 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
         )
         print(described(outcome), flush=True)
         outcomes.append(outcome)
-    if args.json:
-        Path(args.json).write_text(as_json(args, cluster, outcomes))
+        if args.json:  # after each run: a later one may fail
+            _write("--json", args.json, as_json(args, cluster, outcomes))
     if args.figure:
         draw(outcomes, args.figure)
     return 0
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: the file cannot be written ({error.strerror}). Free some space, or name "
+            "another file."
+        ) from error
 
 
 def as_json(args: argparse.Namespace, cluster: Cluster, outcomes: list[Outcome]) -> str:
