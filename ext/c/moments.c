@@ -1,5 +1,7 @@
 #include "moments.h"
 
+#include <math.h>
+
 #include "kernels.h"
 #include "narrow.h"
 
@@ -18,10 +20,11 @@
       T x = cross[i], received = next * next * least;                                                    \
       x = next * next > bound * mine && received > x ? received : x;                                     \
       T mean = known * x + lacking * mine;                                                               \
-      mean = mean > 0 ? mean : 0;                                                                        \
+      mean = mean < 0 ? 0 : mean; /* what is not a number stays so */                                    \
       cross[i] = x;                                                                                      \
       own[i] = mine;                                                                                     \
       T given = (mean + share * (mine - mean) - fresh) / decay;                                          \
+      given = given - given == 0 ? given : (T)INFINITY; /* moments of peers are too large: no step */    \
       second[i] = mine - mine == 0 ? given : second[i]; /* unless own is infinite or not a number */     \
     }                                                                                                    \
   }                                                                                                      \

@@ -341,6 +341,26 @@ def test_a_gradient_whose_square_is_infinite(name: str) -> None:
         assert all(bool(torch.isfinite(p).all()) for p in peer.parameters)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "RMSprop"])
+def test_a_moment_of_a_peer_whose_square_is_infinite(
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameter stays, as in synchronous training with such a gradient; others train on."""
+    if not compiled:
+        monkeypatch.setattr(moment_passes, "_COMPILED", ())
+    peer, random = Peer(OPTIMIZERS[name], 4, torch.float32), torch.Generator().manual_seed(8)
+    for scale in (1, 1, 1e25, 1, 1, -1e28, 1, 1):
+        gradients, added = ([t.float() for t in drawn(random)] for _ in range(2))
+        for tensor in added:
+            tensor[0] *= scale
+        before = [p.detach().clone() for p in peer.parameters]
+        peer.step(gradients, added)
+        for p, old in zip(peer.parameters, before, strict=True):
+            assert bool((p - old).abs().max() < 1) and bool((p - old)[1:].abs().min() > 0)
+    assert all(bool(torch.isfinite(v).all()) for v in peer.state(peer.kind.second))
+
+
 def test_without_parameters() -> None:
     parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer = torch.optim.AdamW([parameter])
