@@ -471,6 +471,7 @@ def test_where_gradients_are_averaged_a_joining_super_learner_has_the_same_model
         (Fault(1.0, "crash", 2), "random_pairs", "its super learner is 2"),
         (Fault(1.0, "sever", 0, (), 1.0), "random_pairs", "number of its peers is 0"),
         (Fault(1.0, "slow", 0), "random_pairs", "its value is 0"),
+        (Fault(1.0, "sever", 1, (1,), 1.0), "random_pairs", "super learner 1 is its own peer"),
     ],
 )
 def test_a_bad_fault(fault: Fault, strategy: str, message: str) -> None:

@@ -333,3 +333,22 @@ def test_sparse_gradients_cannot_be_delayed() -> None:
         UnsupportedOptimizerError, match="sparse gradients, which delayed_gradients"
     ):
         train(task, two(), strategy="delayed_gradients", steps=2, points=1)
+
+
+@pytest.mark.parametrize("vmap", [False, True])
+def test_a_parameter_that_the_loss_does_not_use_stays(vmap: bool) -> None:
+    class Unused(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.unused = nn.Parameter(torch.ones(2))
+
+    task = made(model=Unused, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5))
+    outcome = train(task, two(), steps=4, points=1, vmap=vmap)
+    assert outcome.model.get_parameter("unused").tolist() == [1, 1]
+    assert outcome.points[-1].loss != outcome.points[0].loss
+
+
+def test_vmap_refuses_a_loss_of_another_model() -> None:
+    task = made(model=lambda: OTHER, loss=lambda model, batch: OTHER(batch).mean())
+    with pytest.raises(ConfigError, match="depends on none of the 2 parameters"):
+        train(task, two(), steps=2, vmap=True)

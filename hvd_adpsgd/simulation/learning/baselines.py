@@ -220,7 +220,7 @@ class _SynchronousRun(_LockStepRun):
             self.curve.add_loss(loss.item())
             self.samples += batch_size(batch)
         if number == 0:
-            self.task.require_gradient(self._parameters)
+            self.task.require_gradient([p.grad for p in self._parameters])
         self.task.run("optimizer(parameters).step()", self._optimizer.step)
         if self._schedule is not None:
             self.task.run("schedule(optimizer).step()", self._schedule.step)

@@ -27,7 +27,7 @@ class Gradient:
 
     loss: float
     batch: Any
-    values: list[torch.Tensor]
+    values: list[torch.Tensor | None]
 
 
 class SuperLearner:
@@ -154,7 +154,7 @@ class SuperLearner:
         loss = self._task.loss_of(self.model, batch)
         self._task.run("loss(model, batch).backward()", loss.backward)
         if step == 0:
-            self._task.require_gradient(self.parameters)
+            self._task.require_gradient([p.grad for p in self.parameters])
         return loss.item()
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -288,16 +288,16 @@ class Task:
             )
         return loss.reshape(())
 
-    def require_gradient(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Check after backward() that the loss depends on the parameters of its model.
+    def require_gradient(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Check by the gradients that the loss depends on the parameters of its model.
 
         Raises:
             ConfigError: if none of them has a gradient.
         """
-        if all(parameter.grad is None for parameter in parameters):
+        if all(gradient is None for gradient in gradients):
             raise self.bad(
                 "loss(model, batch)",
-                f"depends on none of the {len(parameters)} parameters of its model",
+                f"depends on none of the {len(gradients)} parameters of its model",
                 "Compute it with `model`, a copy of what model() returned",
             )
 

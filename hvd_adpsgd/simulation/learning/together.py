@@ -41,6 +41,7 @@ class Together:
         self._stay = {i for i, learner in enumerate(learners) if learner.here}
         self._found: dict[int, Gradient] = {}
         self._batches: dict[int, Any] = {}
+        self._used: list[bool] = []  # by parameter: whether the loss depends on it
 
     def stays(self, process: int) -> None:
         """The model of this super learner stays as it is until its next update."""
@@ -81,6 +82,9 @@ class Together:
             name: torch.stack([learner.parameters[k].detach() for learner in learners])
             for k, name in enumerate(self._names)
         }
+        if not self._used:
+            seed_torch(self._seed, group[0], step)
+            self._used = self._found_used(learners[0], batches[0])
         seed_torch(self._seed, group[0], step)
         try:
             leaves = pytree.tree_map(lambda *each: torch.stack(each), *batches)
@@ -93,8 +97,23 @@ class Together:
                 "the other."
             ) from error
         for row, (i, batch) in enumerate(zip(group, batches, strict=True)):
-            own = [gradients[name][row] for name in self._names]
+            own = [
+                gradients[name][row] if used else None
+                for name, used in zip(self._names, self._used, strict=True)
+            ]
             self._found[i] = Gradient(losses[row].item(), batch, own)
+
+    def _found_used(self, learner: SuperLearner, batch: Any) -> list[bool]:
+        """Return by parameter whether it gets a gradient: an optimizer leaves one without as it is."""
+        loss = self._task.loss_of(learner.model, batch)
+        found: list[torch.Tensor | None] = []
+
+        def backward() -> None:
+            found.extend(torch.autograd.grad(loss, learner.parameters, allow_unused=True))
+
+        self._task.run("loss(model, batch).backward()", backward)
+        self._task.require_gradient(found)
+        return [gradient is not None for gradient in found]
 
 
 def _calls(task: Task, model: torch.nn.Module) -> Callable[[Mapping[str, Any], Any], Any]:
