@@ -238,10 +238,17 @@ class Config:
         None,
         str,
         "",
-        "moments of Adam and its kin: shared by super learners, in twice the bytes, or own; None: shared "
-        "where possible",
+        "moments of Adam and its kin: shared by super learners, or own; None: shared where possible",
         choices=("shared", "own"),
         optional=True,
+    )
+    moments_period: int = _option(
+        4,
+        int,
+        "exchanges",
+        "shared moments: each exchange moves one part of them of so many, in turn",
+        low=1,
+        high=64,
     )
     all_reduce: str = _option(
         "mpi",

@@ -5,7 +5,8 @@
     python -m examples.studies.moments --optimizers adamw adam rmsprop sgd --schemes synchronous random_pairs
     python -m examples.studies.moments --table                   what --out holds, once more
 
-A scheme is a strategy or a baseline, followed by @own or @shared for the option `moments`. Each trains the
+A scheme is a strategy or a baseline, followed by @own or @shared for the option `moments`; @shared:4 adds
+`moments_period`. Each trains the
 byte-level transformer of examples/byte_transformer.py, or with `--model acoustic` the acoustic model of the
 easy speech task, at each rate, with each seed: equal starts and batches.
 Printed is, for each n, batch, optimizer and scheme, the held-out loss of the mean model at its best rate, and
@@ -87,8 +88,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     within("--seeds", options.seeds, 1, len(QUANTILES))
     within("--jobs", options.jobs, 1, 1024)
     for scheme in options.schemes:
-        if scheme.partition("@")[2] not in ("", "own", "shared"):
-            raise Problem(f"--schemes {scheme}: after @ allowed are own and shared")
+        moments, _, period = scheme.partition("@")[2].partition(":")
+        if moments not in ("", "own", "shared") or not (period or "1").isdecimal():
+            raise Problem(f"--schemes {scheme}: after @ allowed are own, shared and shared:PERIOD")
     return options
 
 
@@ -119,12 +121,20 @@ def trained(model: str, cell: Cell) -> Run:
         evaluate=module.evaluate,
         name=model,
     )
-    strategy, _, moments = scheme.partition("@")
+    strategy, _, how = scheme.partition("@")
+    moments, _, period = how.partition(":")
+    options = {"moments_period": int(period)} if period else {}
     cluster = Cluster(n, task.parameters(), STEP_S, BYTES_PER_S, LATENCY_S, seed=seed)
     began = time.monotonic()
     try:
         done = train(
-            task, cluster, strategy=strategy, steps=steps, points=4, moments=moments or None
+            task,
+            cluster,
+            strategy=strategy,
+            steps=steps,
+            points=4,
+            moments=moments or None,
+            **options,
         )
     except ArithmeticError as error:  # NonFiniteModelError: the rate is too high
         print(f"{scheme} at {rate:g}: {error}", file=sys.stderr)

@@ -233,7 +233,8 @@ class Engine:
             return
         with self._announcing:
             for part in self.memory.layout.parts[self._announced :]:
-                self.loop.extend(part.last_chunk, part.fingerprint)
+                rare = self.memory.layout.rare(part.last_chunk)
+                self.loop.extend(part.last_chunk, part.fingerprint, rare, self.memory.layout.period)
             self._announced = len(self.memory.layout.parts)
 
     def stop(self, broken: bool = False, within_s: float = math.inf) -> None:

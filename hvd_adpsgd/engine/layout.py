@@ -8,8 +8,9 @@ more parts can still average the chunks of the parts that both have.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -53,11 +54,13 @@ class TensorSpec:
         name: unique in the optimizer.
         shape: as torch prints it, () for a scalar.
         dtype: a key of DTYPE_CODES.
+        period: the tensor is in every `period`th exchange; a model has one period beside 1.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    period: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_CODES:
@@ -77,16 +80,22 @@ class TensorSpec:
         return self.count * _ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}"
+        rarely = f", in every {self.period}th exchange" if self.period > 1 else ""
+        return f"{self.name} {self.dtype}{list(self.shape)}{rarely}"
 
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A chunk of the laid-out memory: `count` elements of one dtype from byte `offset` of a layout part."""
+    """A chunk of the laid-out memory: `count` elements of one dtype from byte `offset` of a layout part.
+
+    Attributes:
+        rare: whether it is of tensors that are not in every exchange.
+    """
 
     offset: int
     count: int
     dtype: str
+    rare: bool = False
 
     @property
     def slot_nbytes(self) -> int:
@@ -136,6 +145,16 @@ class Layout:
         return self.parts[-1].last_chunk if self.parts else 0
 
     @property
+    def period(self) -> int:
+        """Rare chunks move in every `period`th exchange."""
+        return max((tensor.period for tensor in self.tensors), default=1)
+
+    def rare(self, last_chunk: int) -> list[int]:
+        """Return the numbers of the rare chunks among the first `last_chunk`."""
+        chunks = [chunk for part in self.parts for chunk in part.chunks]
+        return [i for i, chunk in enumerate(chunks[:last_chunk]) if chunk.rare]
+
+    @property
     def spans(self) -> NDArray[np.int64]:
         """Return which elements lie in which chunk: the spans (see LayoutPart) of all parts, shape (n, 5)."""
         return np.ascontiguousarray(np.concatenate([_no_spans(), *(p.spans for p in self.parts)]))
@@ -147,7 +166,7 @@ class Layout:
         return [self.tensors[i].name for i in found]
 
     def extend(self, tensors: Sequence[TensorSpec]) -> LayoutPart:
-        """Lay out one more group of tensors, dtype by dtype, as a new part.
+        """Lay out one more group of tensors, dtype by dtype, the rare ones last, as a new part.
 
         Raises:
             ModelMismatchError: if a tensor's name is used already.
@@ -156,13 +175,13 @@ class Layout:
         chunks: list[ChunkSpec] = []
         spans: list[tuple[int, int, int, int, int]] = []
         offset = 0
-        for dtype in DTYPE_CODES:
+        for rare, dtype in itertools.product((False, True), DTYPE_CODES):
             members = [
                 (len(self.tensors) + i, t.count)
                 for i, t in enumerate(tensors)
-                if t.dtype == dtype and t.count
+                if t.dtype == dtype and t.count and (t.period > 1) == rare
             ]
-            offset = self._pack(members, dtype, offset, chunks, spans)
+            offset = self._pack(members, dtype, rare, offset, chunks, spans)
         chunks, spans, offset = self._mine(chunks, spans, offset)
         self.tensors += tensors
         self._digest.update("".join(f"{t}\n" for t in tensors).encode() + b"\0")
@@ -192,7 +211,7 @@ class Layout:
             return [], [], 0
         first, count = shards.index(number), shards.count(number)
         base, end = chunks[first].offset, ends[first + count - 1]
-        mine = [ChunkSpec(c.offset - base, c.count, c.dtype) for c in chunks[first : first + count]]
+        mine = [replace(c, offset=c.offset - base) for c in chunks[first : first + count]]
         start = self.nchunks + first
         kept = [
             (tensor, at, chunk - first, offset, n)
@@ -215,11 +234,16 @@ class Layout:
         self,
         members: list[tuple[int, int]],
         dtype: str,
+        rare: bool,
         offset: int,
         chunks: list[ChunkSpec],
         spans: list[tuple[int, int, int, int, int]],
     ) -> int:
-        """Append the chunks and spans of one dtype's tensors; return the next free byte, a multiple of 64."""
+        """Append chunks and spans of tensors of one dtype, rare or not.
+
+        Returns:
+            The next free byte, a multiple of 64.
+        """
         size = _ITEMSIZE[dtype]
         room = self.chunk_nbytes // size
         filled = room  # as after a full chunk, so that the first element opens a new one
@@ -227,14 +251,14 @@ class Layout:
             start = 0
             while start < count:
                 if filled == room:
-                    chunks.append(ChunkSpec(offset, 0, dtype))
+                    chunks.append(ChunkSpec(offset, 0, dtype, rare))
                     filled = 0
                 take = min(count - start, room - filled)
                 spans.append((tensor, start, self.nchunks + len(chunks) - 1, filled, take))
                 filled += take
                 start += take
                 offset += take * size
-                chunks[-1] = ChunkSpec(chunks[-1].offset, filled, dtype)
+                chunks[-1] = replace(chunks[-1], count=filled)
         return -(-offset // 64) * 64
 
 

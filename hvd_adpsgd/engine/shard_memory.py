@@ -194,6 +194,7 @@ class ShardMemory:
                 [flags.ctypes.data + i for flags in shared.flags],
                 chunk.count,
                 DTYPE_CODES[chunk.dtype],
+                chunk.rare,
             )
         if shared.front is not None and self._leads:
             at = shared.front.ctypes.data

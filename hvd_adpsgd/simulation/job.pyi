@@ -42,6 +42,8 @@ class Job:
         reports_s: float = 0.0,
         exchange_share: float = 1.0,
         local: LocalUpdates | None = None,
+        rare: Sequence[int] = (),
+        rare_period: int = 1,
     ) -> None: ...
     def add(
         self,

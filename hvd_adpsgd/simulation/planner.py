@@ -269,6 +269,7 @@ def job_of(
     most: int = 1,
     largest: int | None = None,
     streams: bool = False,
+    rare: tuple[Sequence[int], int] = ((), 1),
 ) -> Job:
     """Build the simulated job of a cluster, not started and without faults.
 
@@ -282,6 +283,7 @@ def job_of(
         most: number of super learners that join at most.
         largest: number of super learners at any time, at most; None: one more than now.
         streams: whether messages travel over connections, which may end.
+        rare: numbers of chunks that are not in every exchange, and their period: they are in one of so many.
     """
     network = Network(
         c.super_learners,
@@ -315,6 +317,8 @@ def job_of(
         exchange_share=c.share,
         max_staleness=c.max_staleness,
         local=local,
+        rare=rare[0],
+        rare_period=rare[1],
     )
     if c.max_overhead:
         chunks = len(models[0])

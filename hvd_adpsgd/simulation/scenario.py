@@ -75,6 +75,7 @@ BOUNDS: dict[str, Bound] = {
     "jitter": (0.0, 1e6),
     "late": (0.0, 1.0),
     "late_control": (0.0, 1.0),
+    "rare_period": (1, 64),
     "bytes_per_s": (1e-3, 1e15),
     "slack": (0.0, 1e6),
     "detect_s": TIME,
@@ -177,6 +178,7 @@ class Scenario:
         share: the option exchange_share.
         shown: whether super learners of one host read each other's models directly in shared memory.
         reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
+        rare_period: chunks with odd numbers move in every so-manyth exchange only.
     """
 
     seed: int
@@ -202,6 +204,7 @@ class Scenario:
     share: float = 1.0
     shown: bool = False
     late_control: float = 0.0
+    rare_period: int = 1
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -606,6 +609,8 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         max_staleness=s.max_staleness,
         reports_s=s.reports_s,
         exchange_share=s.share,
+        rare=range(1, s.chunks + s.later, 2) if s.rare_period > 1 else (),
+        rare_period=s.rare_period,
     )
     _add_learners(job, s)
     if s.hosts:

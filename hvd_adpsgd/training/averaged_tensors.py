@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class AveragedTensors:
         world: the World of this learner.
         spec: what the user wants averaged.
         averaged: (name, tensor) pairs that the strategy averages in place of those that the optimizer trains.
+        rare: returns those of them that are not in every exchange, but in one of spec.config.moments_period.
 
     Attributes:
         world: see the arguments.
@@ -47,14 +48,21 @@ class AveragedTensors:
 
     memory: ModelMemory
 
-    def __init__(self, world: World, spec: AveragingSpec, averaged: list[tuple[str, torch.Tensor]]):
+    def __init__(
+        self,
+        world: World,
+        spec: AveragingSpec,
+        averaged: list[tuple[str, torch.Tensor]],
+        rare: Callable[[], list[torch.Tensor]],
+    ):
         self.world, self.shards = world, _shards(world, spec)
         self.are_sharded = spec.is_sharded
         self.trained = {id(tensor) for _, tensor in spec.named}
         self.parameters = Parameters()
+        self._rare, self._period = rare, spec.config.moments_period
         named = averaged + spec.buffers
         self.specs: list[list[TensorSpec]] = [
-            unanimous(world, "averaging", lambda: self.parameters.add(named))
+            unanimous(world, "averaging", lambda: self._added(named))
         ]
         self._unseen: AveragingSpec | None = spec  # until the first step has looked at the model
         # for parameters on devices: a Staging per shard, which copies to and from the engine; that of the own
@@ -75,10 +83,14 @@ class AveragedTensors:
         named = list(named)
         require_same_inside(self.world, "add_param_group", named)
         self.settle()
-        self.specs.append(self.parameters.add(named))
+        self.specs.append(self._added(named))
         self.memory.extend(self.specs[-1])
         self.bind(self.memory)
         self.trained.update(id(tensor) for _, tensor in named)
+
+    def _added(self, named: list[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+        """Add tensors to `parameters`; return the specs of the added ones."""
+        return self.parameters.add(named, dict.fromkeys(map(id, self._rare()), self._period))
 
     def require_known(self, groups: Iterable[dict[str, Any]]) -> None:
         """Raise ModelMismatchError if a trained parameter in `groups` is not averaged, or DDP averages it.

@@ -84,7 +84,7 @@ class Averaging:
         self._submitted = 0  # number of gradients submitted to Horovod for the step under way
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
-        self.tensors = AveragedTensors(world, spec, self.rule.averaged())
+        self.tensors = AveragedTensors(world, spec, self.rule.averaged(), self.rule.moments)
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
         self.order = StepOrder(
             self.super_learner, lambda: self.number, self.plan.in_step is not None, self.retire

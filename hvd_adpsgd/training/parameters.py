@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.shared_moments import Adaptive
 
 __all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
+
+_ALWAYS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,14 @@ class Parameters:
         self._copies: dict[int, torch.Tensor] = {}
         self._addresses = np.zeros(0, dtype=np.uintp)
 
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+    def add(
+        self, named: Iterable[tuple[str, torch.Tensor]], periods: Mapping[int, int] = _ALWAYS
+    ) -> list[TensorSpec]:
         """Add the tensors that are not averaged yet; return name, shape and dtype of each added one.
+
+        Args:
+            named: (name, tensor) pairs.
+            periods: exchanges per exchange of a tensor, by id; those that are not in it are in each.
 
         Raises:
             ModelMismatchError: if two tensors share memory, or for a dtype that is not averaged.
@@ -117,7 +125,8 @@ class Parameters:
         for name, given, tensor in added.values():
             self._known.add(id(given))
             self.given.append(given)
-            specs.append(TensorSpec(name, tuple(tensor.shape), averaged_dtype(tensor)))
+            dtype, period = averaged_dtype(tensor), periods.get(id(given), 1)
+            specs.append(TensorSpec(name, tuple(tensor.shape), dtype, period))
             self.names.append(name)
             self.tensors.append(tensor)
             self.staged |= is_staged(tensor.device)

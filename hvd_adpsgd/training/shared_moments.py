@@ -113,7 +113,16 @@ class SharedMoments(UpdateRule):
     The noise of averaged moments is not independent: each holds parts of the others. The mean of m_i m_j
     over all i and j is the square of the mean moment, G^2 + k s^2 / n, with k = (1 - a) / (1 + a). Squares,
     i = j, are the largest. So x exceeds G^2 by at most k s^2 / n: with a = 0.9 that is 5 % of the noise that
-    v has anyway.
+    v has anyway. Where super learners differ in noise, because they differ in size, s^2 is its mean: v is
+    right on average over them, and each is off by its own share, 1 / n.
+
+    Where G is 0, the standard deviation of x is at most that of moments which nobody averages,
+
+        k s^2 sqrt((1 - b) / (1 + b) (1 + b a^2) / (1 - b a^2)),
+
+    for products of independent moments correlate as a^2 does: 0.023 s^2 for a = 0.9, b = 0.95, and 0.0036 s^2
+    for b = 0.999. Averaged moments give less: 0.003 s^2 for b = 0.95, n = 32, a tenth of the noise of the
+    mean gradient.
 
     Args:
         model: see UpdateRule.

@@ -17,12 +17,14 @@ FOUND: dict[str, dict[str, Any]] = {
     "from_plain": {"steps": [60], "cross": True},
     "to_plain": {"keys": ["averaging", "param_groups", "state"]},
     "joined": {},
+    "periods": {},
 }
 
 
 @functools.cache
 def said() -> list[dict[str, Any]]:
-    return run_learners(4, PROGRAM, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked().said
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_CHUNK_KIB": "64"}
+    return run_learners(4, PROGRAM, env=env).checked().said
 
 
 @pytest.mark.parametrize("case", FOUND)
@@ -32,3 +34,9 @@ def test_learners_of_a_super_learner_stay_equal(case: str) -> None:
     for facts in mine:
         assert facts["same"] and facts["finite"], facts
         assert {key: facts[key] for key in FOUND[case]} == FOUND[case]
+
+
+def test_an_exchange_moves_a_quarter_of_the_moments() -> None:
+    """That of the leaders; other learners exchange nothing."""
+    moved = [facts["moved"] for facts in said() if facts["case"] == "periods" and facts["leads"]]
+    assert moved == pytest.approx([1.25, 1.25], rel=0.02)

@@ -28,6 +28,7 @@ ORDER = (
     "control",
     "departures",
     "pairs",
+    "windows",
     "lanes",
     "exchange",
     "mean",

@@ -23,6 +23,7 @@ DEFAULTS = {
     "max_staleness": None,
     "wire_dtype": None,
     "moments": None,
+    "moments_period": 4,
     "all_reduce": "mpi",
     "wire": "auto",
     "nics": None,

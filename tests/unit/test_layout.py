@@ -24,13 +24,18 @@ def test_every_element_has_exactly_one_place(generations, chunk_nbytes):
     layout = Layout(chunk_nbytes)
     chunks = []
     for g, members in enumerate(generations):
-        specs = [TensorSpec(f"{g}.{i}", shape, dtype) for i, (shape, dtype) in enumerate(members)]
+        specs = [
+            TensorSpec(f"{g}.{i}", shape, dtype, 1 + 3 * (i % 2))
+            for i, (shape, dtype) in enumerate(members)
+        ]
         chunks += layout.extend(specs).chunks
     assert layout.nchunks == len(chunks)
     taken = [np.zeros(c.count, dtype=int) for c in chunks]
     seen = [np.zeros(t.count, dtype=int) for t in layout.tensors]
+    rare = layout.rare(layout.nchunks)
     for tensor, start, chunk, place, count in layout.spans:
         assert layout.tensors[tensor].dtype == chunks[chunk].dtype
+        assert (layout.tensors[tensor].period > 1) == chunks[chunk].rare == (chunk in rare)
         taken[chunk][place : place + count] += 1
         seen[tensor][start : start + count] += 1
     assert all((t == 1).all() for t in taken + seen)
@@ -45,7 +50,10 @@ def test_every_element_has_exactly_one_place_in_one_shard(generations, chunk_nby
     whole = Layout(chunk_nbytes)
     shards = [Layout(chunk_nbytes, Shard(number, of)) for number in range(of)]
     for g, members in enumerate(generations):
-        specs = [TensorSpec(f"{g}.{i}", shape, dtype) for i, (shape, dtype) in enumerate(members)]
+        specs = [
+            TensorSpec(f"{g}.{i}", shape, dtype, 1 + 3 * (i % 2))
+            for i, (shape, dtype) in enumerate(members)
+        ]
         part = whole.extend(specs)
         parts = [shard.extend(specs) for shard in shards]
         nbytes = [p.nbytes for p in parts]
@@ -71,7 +79,10 @@ def test_every_element_has_exactly_one_place_in_one_shard(generations, chunk_nby
 def test_chunks_of_a_generation_do_not_overlap(generations):
     layout = Layout(128)
     for g, members in enumerate(generations):
-        specs = [TensorSpec(f"{g}.{i}", shape, dtype) for i, (shape, dtype) in enumerate(members)]
+        specs = [
+            TensorSpec(f"{g}.{i}", shape, dtype, 1 + 3 * (i % 2))
+            for i, (shape, dtype) in enumerate(members)
+        ]
         generation = layout.extend(specs)
         end = 0
         for chunk in generation.chunks:
@@ -131,3 +142,9 @@ def test_marks_of_any_number_of_super_learners_sum_exactly(n: int) -> None:
 def test_marks_tell_layouts_apart() -> None:
     assert len({layout_mark(fingerprint, 3, 4000) for fingerprint in range(4093)}) == 4093
     assert len({layout_mark(fingerprint, 3, 10**5) for fingerprint in range(4093)}) > 100
+
+
+def test_period_is_part_of_the_layout():
+    """Super learners with other periods would take other chunks for the same place."""
+    often, rarely = (Layout(4096).extend([TensorSpec("m", (9,), "float32", p)]) for p in (1, 4))
+    assert often.fingerprint != rarely.fingerprint

@@ -222,6 +222,20 @@ def test_products_estimate_the_square_of_the_mean_gradient(n: int) -> None:
     assert g**2 - error <= mean <= g**2 + k * s**2 / n + error, (mean, error)
 
 
+@pytest.mark.parametrize("n", [2, 8])
+def test_the_deviation_of_products_is_at_most_that_of_independent_moments(n: int) -> None:
+    a, b = 0.9, 0.95
+    k = (1 - a) / (1 + a)
+    law = k * math.sqrt((1 - b) / (1 + b) * (1 + b * a * a) / (1 - b * a * a))
+    found = [
+        torch.cat([*peer.rule.tensors()["cross"]])
+        for step, peers in enumerate(gossip(n, 400, 0.0, 1.0))
+        for peer in (peers if step > 150 and step % 20 == 0 else ())
+    ]
+    deviation = torch.cat(found).std().item()
+    assert law / 10 < deviation < law  # 0.017 with 2, 0.005 with 8; the law has 0.023
+
+
 def test_noise_counts_as_in_synchronous_training() -> None:
     """v is s^2 / n where the mean gradient is 0; on super learners of their own it would be s^2."""
     n = 8

@@ -43,7 +43,7 @@ cdef struct Message:
     int kind
     int exchange            # number of the exchange; in BYE and NEWS: how many departures follow
     int nchunks
-    int first               # in ASK: index of the first chunk of the exchange
+    int first               # in ASK: first place of the exchange's window, see windows.pyx
     int generation
     int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
     uint64_t fingerprint
@@ -105,13 +105,22 @@ cdef struct Lane:
     Transfer sending
     Transfer receiving
 
+cdef struct Generation:     # a version of the layout of chunks: each added parameter group makes one
+    int nchunks
+    uint64_t fingerprint
+    int turn                # chunks in an exchange of the whole model
+    int frequent            # how many of them move in every exchange; the others are rare
+    int period              # rare chunks move in every `period`th exchange
+    int* order              # numbers of the frequent chunks, then of the rare ones; NULL: none is rare
+
 cdef struct Exchange:
     int peer
     Phase phase
     bint active             # this side asked
     bint parked
     int number              # assigned by the side that asked
-    int first               # index of the first chunk; after the model's last chunk follows chunk 0
+    int first               # the first place of its window; see windows.pyx
+    Generation* layout      # names the chunks of places
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
     bint whole              # the two sides agreed on all chunks
@@ -124,8 +133,8 @@ cdef struct Exchange:
     double began
     double moved            # when a chunk of this exchange was last begun, received, merged or sent
     bint heard              # whether a message of the peer arrived in this turn
-    double square           # sum of squared differences of the two models
-    int64_t elements
+    double square           # sum of squared differences of the two models, estimated: see stands_for
+    double elements         # of which it is a sum
     int64_t nbytes
     char* buffers           # buffers in private memory, or NULL
     int set                 # index of the set of buffers in shared memory, or NOBODY
@@ -154,7 +163,7 @@ cdef struct Pairs:
     int serving             # peer of our passive exchange, or NOBODY
     int number              # number of our last ASK
     int64_t windows         # how many of our ASKs were answered with YES; each moves one window of chunks
-    int64_t position        # where the next window begins, in chunks; modulo the model's
+    int64_t position        # where the next window begins, in places; modulo those of all rounds
     double busy_from        # since when an exchange has run without a break; 0: none runs
     double pace             # seconds per chunk of our link, by the last exchange; 0 before the first one
     double ask_after
@@ -215,9 +224,6 @@ cdef struct Mean:
 
 # ---- the engine ----------------------------------------------------------------------------
 
-cdef struct Generation:     # a version of the layout of chunks: each added parameter group makes one
-    int nchunks
-    uint64_t fingerprint
 
 cdef struct Core:
     Wire* wire

@@ -18,7 +18,6 @@ parked: it keeps its buffers and is finished when the peer answers, but another 
 With rounds the trainer chooses the peer to ask; an engine answers NO to an ASK of another round.
 """
 
-from libc.math cimport ceil
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.control cimport send_control, send_window
@@ -33,6 +32,7 @@ from hvd_adpsgd.engine.mailbox cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED,
                                      FAULT_WEIGHT, NO_STEP, Event, Orders, add, add_double, latch, load, record,
                                      spend_credit, store, store_count, store_double)
 from hvd_adpsgd.engine.store cimport memory_elements
+from hvd_adpsgd.engine.windows cimport move_on, next_first, open_window, window_of
 from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, Status, receive, send, test_once
 
 cdef enum:
@@ -165,7 +165,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
         return
     e.pairs.serving = peer
     x.first = m.first
-    window = min(m.window, share_of(e, total))
+    window = min(m.window, window_of(e, total))
     send_window(e, peer, YES, m.exchange, total, m.first, window)
     begin(e, x, m.exchange, total, window, False)
 
@@ -210,21 +210,6 @@ cdef int channel_of(int number, bint upper_asks) noexcept nogil:
     return DATA + 4 * (number % NUMBERS) + (1 if upper_asks else 0)
 
 
-cdef int share_of(Core* e, int total) noexcept nogil:
-    """Return how many of `total` chunks this side moves in one exchange at most: at least one.
-
-    The two sides may have different shares: an exchange moves the smaller number, which YES names."""
-    return min(total, max(1, <int>ceil(e.mailbox.orders.share * total - 1e-9)))
-
-
-cdef void move_on(Pairs* p, int window) noexcept nogil:
-    """Let our next window begin behind one of `window` chunks, so that each chunk has its turn.
-
-    After each pass through the schedule it skips one window: else a peer could always get the same chunks."""
-    p.windows += 1
-    p.position += window if p.windows % max(1, p.schedule_length) else 2 * window
-
-
 cdef void begin(Core* e, Exchange* x, int number, int total, int window, bint active) noexcept nogil:
     cdef int i
     if not allocate(e, x):
@@ -237,10 +222,7 @@ cdef void begin(Core* e, Exchange* x, int number, int total, int window, bint ac
     x.active = active
     x.parked = active and e.pairs.asking != x.peer
     x.number = number
-    x.total = total
-    x.first %= max(1, total)
-    x.nchunks = window
-    x.whole = window == total
+    open_window(e, x, total, window)
     x.next = 0
     x.done = 0
     x.channel = channel_of(number, active == (e.wire.rank > x.peer))
@@ -387,7 +369,7 @@ cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
         return 1.0
     for c in range(x.total):
         elements += memory_elements(e.memory, c)
-    return <double>elements / x.elements
+    return elements / x.elements
 
 
 cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
@@ -417,7 +399,7 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
         add(&e.mailbox.counters.compared, 1)
         square = x.square * of_whole_model(e, x)
         add_double(&e.mailbox.counters.square, square)
-        add(&e.mailbox.counters.square_elements, x.elements)
+        add(&e.mailbox.counters.square_elements, <int64_t>x.elements)
         store_double(&e.mailbox.counters.last_square, square)
     store_count(&e.mailbox.met[x.peer], e.mailbox.met[x.peer] + 1)
     record(&e.mailbox, event)
@@ -469,10 +451,10 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
         return False
     p.number = (p.number + 1) & 0x3FFFFFFF
     total = generation(e).nchunks
-    x.first = <int>(p.position % max(1, total))
+    x.first = next_first(e, total)
     become(e, x, ASKED)
     x.active = True
     x.number = p.number
     p.asking = peer
-    send_window(e, peer, ASK, x.number, total, x.first, share_of(e, total))
+    send_window(e, peer, ASK, x.number, total, x.first, window_of(e, total))
     return True

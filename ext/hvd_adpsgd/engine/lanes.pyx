@@ -36,6 +36,7 @@ from hvd_adpsgd.engine.mailbox cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT
 from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_answer, memory_compare, memory_elements,
                                       memory_fits, memory_leave_out, memory_merge, memory_merge_answer, memory_merge_half,
                                       memory_nbytes, memory_offer, memory_snapshot)
+from hvd_adpsgd.engine.windows cimport chunk_of, stands_for
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
 cdef struct Waits:          # whether an older chunk of the exchange still waits, for each kind of event
@@ -90,7 +91,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     if x.next >= x.nchunks or x.next - x.done >= e.pairs.lanes or lane.busy or x.held:
         return False
     lane.index = x.next
-    lane.chunk = (x.first + x.next) % x.total
+    lane.chunk = chunk_of(x, x.next)
     nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
     lane.busy = True
     lane.sent = lane.received = lane.merged = lane.void = False
@@ -373,8 +374,8 @@ cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double be
     cdef int64_t step = e.mailbox.orders.step
     cdef int64_t stale = max(step, lane.step) + 1 - lane.step
     cdef Event event = [EVENT_MERGED, x.peer, lane.chunk, x.number, x.active, square, began, now(e), lane.nbytes, lane.step]
-    x.square += square
-    x.elements += memory_elements(e.memory, lane.chunk)
+    x.square += square * stands_for(x, lane.index)
+    x.elements += memory_elements(e.memory, lane.chunk) * stands_for(x, lane.index)
     add(&e.mailbox.counters.chunks, 1)
     add(&e.mailbox.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
     record(&e.mailbox, event)

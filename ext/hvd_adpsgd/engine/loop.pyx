@@ -25,6 +25,7 @@ from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
 from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
+from hvd_adpsgd.engine.windows cimport set_layout
 from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire, progress
 
 cdef extern from "<time.h>" nogil:
@@ -307,6 +308,7 @@ cdef class Loop:
 
     def __dealloc__(self):
         cdef Core* e = &self.core
+        cdef int i
         if not self.open:
             return
         if self.running:                # stop() was not called: the thread must not outlive its memory
@@ -319,16 +321,25 @@ cdef class Loop:
         free(e.mailbox.met)
         free(e.mailbox.events)
         free(e.mailbox.inspection)
+        for i in range(e.ngenerations):
+            free(e.generations[i].order)
         free(e.generations)
         close_pairs(&e.pairs)
         close_mean(e)
 
-    def extend(self, int nchunks, uint64_t fingerprint):
-        """Add a version of the layout: the model now has `nchunks` chunks."""
+    def extend(self, int nchunks, uint64_t fingerprint, rare=(), int period=1):
+        """Add a version of the layout: the model now has `nchunks` chunks.
+
+        Args:
+            nchunks: their number.
+            fingerprint: hash of all that peers must have in common.
+            rare: numbers of chunks that move in every `period`th exchange only.
+            period: of these.
+        """
         cdef Core* e = &self.core
         if e.ngenerations == PARTS:
             raise RuntimeError("more than 1023 add_param_group calls on one averaged optimizer")
-        e.generations[e.ngenerations].nchunks = nchunks
+        set_layout(&e.generations[e.ngenerations], nchunks, rare, period)
         e.generations[e.ngenerations].fingerprint = fingerprint
         store(&e.ngenerations, e.ngenerations + 1)
 

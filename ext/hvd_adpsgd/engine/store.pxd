@@ -41,6 +41,7 @@ cdef struct Chunk:
     int dtype
     int64_t step            # the trainer's step of the mirror
     int merged              # exchanges merged into the open slot
+    bint rare               # see windows.pyx
     uint8_t* steps          # of the next offer in few bits, by block; 0 where none is known. NULL: not allocated
     int64_t offers          # offers in few bits, or in 16 bits in their place
     int64_t left_out        # consecutive exchanges and means that could not average this chunk
@@ -56,7 +57,9 @@ cdef struct Memory:
     int nchunks             # read by the trainer only; the engine reads its newest Generation
     int nslots
     int open                # the open slot of all chunks, read by the trainer only
-    double arrivals         # exchanges merged into the published slot, mean of the chunks that have some
+    double arrivals         # exchanges merged into the published slot, mean of the chunks that have some; where
+                            # chunks are rare, of these
+    int nrare               # chunks that are rare
     int shown               # how many chunks, from the first one on, peers on the host may read in place
     char* area              # beginning of the memory with the mirrors and slots of these chunks
 

@@ -505,7 +505,7 @@ cdef class Store:
     def __len__(self):
         return self.memory.nchunks
 
-    def add_chunk(self, uintptr_t mirror, slots, full, int64_t count, int dtype):
+    def add_chunk(self, uintptr_t mirror, slots, full, int64_t count, int dtype, bint rare=False):
         """Append a chunk.
 
         Args:
@@ -514,6 +514,7 @@ cdef class Store:
             full: address of a byte for each slot, in which the store keeps what the slot holds.
             count: elements.
             dtype: element type, a code of kernels.h.
+            rare: whether not every exchange of the model moves it.
         """
         cdef Memory* m = &self.memory
         cdef int block = 31 - leading_zeros(m.nchunks // FIRST + 1), i
@@ -533,6 +534,8 @@ cdef class Store:
         c.count = count
         c.dtype = dtype
         c.step = -1
+        c.rare = rare
+        m.nrare += rare
         m.nchunks += 1
 
     def stream(self, bint past_the_caches):
@@ -581,8 +584,9 @@ cdef class Store:
             for i in range(m.nchunks):
                 c = lease_to_change(m, i)
                 c.open = m.open
-                merged += c.merged
-                chunks += c.merged > 0
+                if c.rare or m.nrare == 0:
+                    merged += c.merged
+                    chunks += c.merged > 0
                 c.merged = 0
                 c.full[c.open][0] = 0
                 c.absorbed = False

@@ -39,7 +39,7 @@ cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) ex
     else:
         job.areas.append(job.areas[before])
         job.followers.append(job.followers[before])
-    loop.extend(job.nchunks, 17)
+    job.lay_out(loop, job.nchunks, 17)
     loop.move_share(job.exchange_share)
     if job.reports_s > 0:
         loop.share_reports(job.reports_s)

@@ -137,6 +137,8 @@ cdef class JobState:
     cdef int max_staleness      # 0: no bound
     cdef double reports_s       # 0: no reports
     cdef double exchange_share
+    cdef set rare               # numbers of the chunks that are in every `rare_period`th exchange only
+    cdef int rare_period
     cdef public object steer    # called with (job, engine) after each offer, to change its share; or None
     cdef bint checks
     cdef public object story    # of a traced job: [(seconds, process, event)]
@@ -151,3 +153,4 @@ cdef class JobState:
     cdef object wide(self)
     cdef object area_for(self, model, int nslots)
     cdef void add_chunks(self, int rank, int first, int last)
+    cdef int lay_out(self, loop, int nchunks, int fingerprint) except -1

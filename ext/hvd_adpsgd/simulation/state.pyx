@@ -62,6 +62,10 @@ cdef class JobState:
         flags = [row.ctypes.data for row in full]
         for c in range(first, last):
             at = [place + c * slots.strides[1] for place in places], [row + c for row in flags]
-            self.stores[rank].add_chunk(mirrors + c * mirror.strides[0], *at, mirror.shape[1], self.dtype)
+            self.stores[rank].add_chunk(mirrors + c * mirror.strides[0], *at, mirror.shape[1], self.dtype, c in self.rare)
             if self.followers[rank] is not None:
                 self.followers[rank].add_chunk(0, *at, mirror.shape[1], self.dtype)
+
+    cdef int lay_out(self, loop, int nchunks, int fingerprint) except -1:
+        loop.extend(nchunks, fingerprint, [c for c in range(nchunks) if c in self.rare], self.rare_period)
+        return 0

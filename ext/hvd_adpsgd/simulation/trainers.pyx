@@ -114,7 +114,7 @@ cdef void end_step(JobState job, int i):
     if job.local is not None:
         job.local.after_corrections(a.process)
     if a.extend_at == a.step:
-        job.loops[i].extend(len(job.stores[i]), 18)
+        job.lay_out(job.loops[i], len(job.stores[i]), 18)
     if a.unfit:
         a.unfit = False
         job.areas[i][0][0, 0] = np.nan          # in the mirror, until the next step

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.learning.curve import Curve, Vector
@@ -58,7 +59,7 @@ class Training:
         faults: checked faults, beside those of the cluster.
         budget: how long it is.
         progress: called with the share of the budget that is used.
-        moments: the option of this name.
+        moments, moments_period: the options of these names.
         replace_s: seconds from the failure of a super learner until a replacement asks to join; None: none
             does.
     """
@@ -70,6 +71,7 @@ class Training:
     budget: Budget
     progress: Callable[[float], None]
     moments: str | None = None
+    moments_period: int = Config.moments_period
     replace_s: float | None = None
 
 
@@ -102,7 +104,7 @@ class EngineRun:
         self._gift: dict[str, Any] = {}
         self._joined = 0
         self._steps, self._next_point = 0, 0
-        self._job = self._make_job()
+        self._job = self._make_job(training.moments_period)
 
     def _learner(self, model: torch.nn.Module, process: int, number: int, n: int) -> SuperLearner:
         c = self._cluster
@@ -127,7 +129,7 @@ class EngineRun:
         self._learners.append(newcomer)
         return newcomer.memory
 
-    def _make_job(self) -> Any:
+    def _make_job(self, moments_period: int) -> Any:
         c, learners = self._cluster, self._learners
         first = learners[0]
         averaged = sum(tensor.numel() for _, tensor in first.rule.averaged())
@@ -146,6 +148,7 @@ class EngineRun:
             most=most,
             largest=n + growth,
             streams=streams,
+            rare=(first.rare_chunks(), moments_period),
         )
         for i, at_s in failure_times(c):
             self._fails(job, i, i, at_s)

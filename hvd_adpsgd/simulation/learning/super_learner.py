@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,13 @@ class SuperLearner:
             self.memory = self.layout.empty()
             self.layout.bind(averaged, self.memory)
             self.rule.start()
+
+    def rare_chunks(self) -> range:
+        """Return the numbers of the chunks of shared moments alone, which are not in every exchange."""
+        count, chunks = len(self.rule.moments()), self.layout.chunks
+        if not count:
+            return range(chunks, chunks)
+        return range(math.ceil(self.layout.offsets[-count] / self.layout.elements), chunks)
 
     def next_batch(self) -> Any:
         """Return the next batch."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.learning.baselines import Baseline, parse_baseline, run_baseline
@@ -37,6 +38,7 @@ def train(
     threads: int = 1,
     vmap: bool = False,
     moments: str | None = None,
+    moments_period: int = Config.moments_period,
     replace_s: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
@@ -56,6 +58,7 @@ def train(
         vmap: compute gradients of several super learners in one call of torch.func.vmap, where the model
             allows it: faster for small models, and rounded otherwise. Baselines do without.
         moments: the option of this name.
+        moments_period: the option of this name.
         replace_s: seconds from the failure of a super learner until a replacement asks to join. Replacements
             are admitted one after the other, and fail at the rate of the cluster, too. None: no replacements.
             Synchronous training needs none: there each failure costs a restart, with a replacement.
@@ -71,6 +74,7 @@ def train(
     in_bound("train: super_learners (--super-learners)", n, (1, LARGEST_N))
     in_bound("train: points (--points)", points, (1, 10**6))
     in_bound("train: threads (--threads)", threads, (1, 1024))
+    in_bound("train: moments_period (--moments-period)", moments_period, (1, 64))
     if steps is not None:
         in_bound("train: steps (--steps)", steps, (1, 10**9))
     if replace_s is not None:
@@ -94,7 +98,9 @@ def train(
         seed_torch(cluster.seed, 0, 0)
         model = task.new_model()
         shown = progress or (lambda share: None)
-        training = Training(task, model, cluster, found, budget, shown, moments, replace_s)
+        training = Training(
+            task, model, cluster, found, budget, shown, moments, moments_period, replace_s
+        )
         if baseline is not None:
             return run_baseline(baseline, training)
         run = EngineRun(training, vmap)

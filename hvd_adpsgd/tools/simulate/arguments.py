@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import in_bound
 from hvd_adpsgd.simulation.planner import BOUNDS
@@ -16,7 +17,12 @@ REPLAY = ("seed", "scenario")
 RUNS = (*REPLAY, "seeds")
 MODES = (*RUNS, "explore", "train", "super_learners")
 PLANS = ("super_learners", "train")
-TRAIN_DEFAULTS = {"points": 50, "threads": 1, "vmap": False}
+TRAIN_DEFAULTS = {
+    "points": 50,
+    "threads": 1,
+    "vmap": False,
+    "moments_period": Config.moments_period,
+}
 PLAN_DEFAULTS: dict[str, Any] = {
     "model": "100M",
     "step": "0.35s",
@@ -232,6 +238,13 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         "--moments",
         choices=("shared", "own"),
         help="as HVD_ADPSGD_MOMENTS, of Adam and its kin (default: shared where that is possible)",
+    )
+    group.add_argument(
+        "--moments-period",
+        type=int,
+        metavar="K",
+        help="as HVD_ADPSGD_MOMENTS_PERIOD: an exchange moves one of K parts of shared moments (default "
+        f"{TRAIN_DEFAULTS['moments_period']})",
     )
     group.add_argument(
         "--points",

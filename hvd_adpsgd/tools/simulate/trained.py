@@ -52,6 +52,7 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             threads=args.threads,
             vmap=args.vmap,
             moments=args.moments,
+            moments_period=args.moments_period,
             replace_s=replace_s,
             progress=progress.of_training(spec),
         )

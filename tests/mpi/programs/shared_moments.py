@@ -13,9 +13,9 @@ import hvd_adpsgd.torch as hvd
 INPUTS = 9
 
 
-def wrapped(**how: Any) -> tuple[nn.Module, Any]:
+def wrapped(cells: int = 8, **how: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(INPUTS, cells), nn.Tanh(), nn.Linear(cells, 1))
     plain = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
     return model, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), **how)
 
@@ -130,9 +130,21 @@ def joined() -> None:
     optimizer.close()
 
 
+def periods() -> None:
+    """A model of eight chunks: an exchange moves it, and two of the eight chunks of its moments."""
+    model, optimizer = wrapped(cells=11_900)
+    until_exchanged(model, optimizer)
+    with hvd.averaging_paused():  # no exchange is half over
+        metrics = hvd.metrics()
+    nbytes = 4 * sum(p.numel() for p in model.parameters())
+    moved = metrics["bytes_sent"] / metrics["exchanges"] / nbytes if hvd.is_leader() else 0.0
+    facts("periods", model, optimizer, moved=moved, leads=hvd.is_leader())
+    optimizer.close()
+
+
 def main() -> None:
     hvd.init()
-    for case in (hooks, emptied, from_plain, to_plain, joined):
+    for case in (hooks, emptied, from_plain, to_plain, joined, periods):
         case()
     hvd.shutdown()
 

@@ -1,0 +1,101 @@
+# cython: language_level=3
+# Why compiled: it runs on the engine's thread, without the GIL.
+"""Windows: which chunks of the model an exchange moves.
+
+An exchange moves a window of chunks, which ASK and YES name by a first place and a length. Without rare
+chunks, place i is chunk i, and chunk 0 follows the last one. Rare chunks move in every `period`th exchange
+only. The places are then rounds, one after the other, each of all frequent chunks and the next part of the
+rare ones:
+
+    frequent, rare part 0, frequent, rare part 1, ..., frequent, rare part period - 1, frequent, rare part 0, ...
+
+A window of at most a round, wherever it begins, has no chunk twice, and the exchange of a whole model is a
+round. Both sides know the same rounds, because they follow from the layout.
+"""
+
+from libc.math cimport ceil
+from libc.stdint cimport int64_t
+from libc.stdlib cimport calloc
+
+from hvd_adpsgd.engine.core cimport Core, Exchange, Generation, Pairs
+from hvd_adpsgd.engine.mailbox cimport load
+
+
+cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1:
+    """Lay out rounds of `nchunks` chunks; those in `rare` move in every `period`th exchange.
+
+    If the rare chunks do not make `period` equal parts, some of the last part are those of the part before."""
+    cdef int i, each = -(-len(rare) // period), frequent = nchunks - len(rare)
+    layout.nchunks = layout.turn = layout.frequent = nchunks
+    layout.period = 1
+    if period == 1 or len(rare) < 2:
+        return 0
+    layout.order = <int*>calloc(frequent + each * period, sizeof(int))
+    if layout.order == NULL:
+        raise MemoryError("no memory for the averaging engine")
+    seldom = set(rare)
+    for i, chunk in enumerate([c for c in range(nchunks) if c not in seldom] + sorted(rare)):
+        layout.order[i] = chunk
+    for i in range(nchunks, frequent + each * period):
+        layout.order[i] = layout.order[i - each]
+    layout.turn, layout.frequent, layout.period = frequent + each, frequent, period
+    return 0
+
+
+cdef Generation* layout_of(Core* e, int total) noexcept nogil:
+    """Return the newest layout of at most `total` chunks; the first one if there is none."""
+    cdef int64_t i = load(&e.ngenerations) - 1
+    while i > 0 and e.generations[i].nchunks > total:
+        i -= 1
+    return &e.generations[i]
+
+
+cdef int window_of(Core* e, int total) noexcept nogil:
+    """Return how many of `total` chunks this side moves in one exchange at most: at least one.
+
+    The two sides may have different shares: an exchange moves the smaller number, which YES names."""
+    cdef int whole = min(total, layout_of(e, total).turn)
+    return min(whole, max(1, <int>ceil(e.mailbox.orders.share * whole - 1e-9)))
+
+
+cdef int next_first(Core* e, int total) noexcept nogil:
+    """Return the place where our next window begins."""
+    cdef Generation* layout = layout_of(e, total)
+    return <int>(e.pairs.position % max(1, <int64_t>layout.turn * layout.period))
+
+
+cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogil:
+    """Let an exchange move `window` chunks of `total`, from place x.first on."""
+    x.layout = layout_of(e, total)
+    x.total = total
+    x.first %= max(1, x.layout.turn * x.layout.period)
+    x.nchunks = window
+    x.whole = window == total
+
+
+cdef int chunk_of(Exchange* x, int index) noexcept nogil:
+    """Return the chunk at a place of an exchange's window."""
+    cdef Generation* layout = x.layout
+    cdef int place = x.first + index, at
+    if layout.order == NULL:
+        return place % x.total
+    at = place % layout.turn
+    if at >= layout.frequent:
+        at += place // layout.turn % layout.period * (layout.turn - layout.frequent)
+    return layout.order[at]
+
+
+cdef double stands_for(Exchange* x, int index) noexcept nogil:
+    """Return the number of chunks of which the chunk at a place is a sample: 1 if it is frequent."""
+    cdef Generation* layout = x.layout
+    if layout.order == NULL or (x.first + index) % layout.turn < layout.frequent:
+        return 1
+    return <double>(layout.nchunks - layout.frequent) / (layout.turn - layout.frequent)
+
+
+cdef void move_on(Pairs* p, int window) noexcept nogil:
+    """Let our next window begin behind one of `window` chunks, so that each chunk has its turn.
+
+    After each pass through the schedule it skips one window: else a peer could always get the same chunks."""
+    p.windows += 1
+    p.position += window if p.windows % max(1, p.schedule_length) else 2 * window

@@ -1,0 +1,83 @@
+"""Chunks that are in one of several exchanges only: the promises hold, and each has its turn."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from hvd_adpsgd.simulation.scenario import Learner, Scenario, run
+
+MERGED, OVER = re.compile(r"merges chunk (\d+) with"), re.compile(r"exchange \d+ with \d+ is over")
+
+
+@pytest.mark.parametrize("period", [2, pytest.param(3, marks=pytest.mark.extended), 8])
+def test_rare_chunks_keep_the_promises(period: int) -> None:
+    """With all faults, shares of the model, and chunks that are added later, by one engine before another."""
+    for seed in range(150):
+        scenario = Scenario.random(seed)
+        run(replace(scenario, rare_period=period, chunks=scenario.chunks + seed % 7))
+
+
+def exchanges(chunks: int, period: int, share: float, steps: int = 120) -> list[list[int]]:
+    """The chunks of each exchange of two super learners, as the first one merges them."""
+    learner = Learner(rate=1.0, step_s=0.1, spread=0.1, node_s=0.0, deadline_s=5.0)
+    scenario = Scenario(
+        seed=1,
+        strategy="random_pairs",
+        steps=steps,
+        chunks=chunks,
+        later=0,
+        elements=4,
+        dtype="float64",
+        wire="",
+        latency_s=1e-3,
+        jitter=0.1,
+        late=0.0,
+        bytes_per_s=1e9,
+        slack=1.0,
+        detect_s=1.0,
+        leave_deadline_s=5.0,
+        learners=(learner, learner),
+        share=share,
+        rare_period=period,
+    )
+    found: list[list[int]] = [[]]
+    for _, process, text in run(scenario, trace=True).story:
+        if process == 0 and (merged := MERGED.match(text)):
+            found[-1].append(int(merged[1]))
+        if process == 0 and OVER.match(text):
+            found.append([])
+    return found[:-1]
+
+
+@pytest.mark.parametrize(("chunks", "period"), [(13, 4), (16, 4), (3, 4), (40, 3), (2, 8)])
+def test_a_whole_exchange_has_all_frequent_chunks_and_a_part_of_the_rare_ones(
+    chunks: int, period: int
+) -> None:
+    rare = set(range(1, chunks, 2))
+    each = -(-len(rare) // period)
+    moved = exchanges(chunks, period, 1.0)
+    assert len(moved) > 50
+    for window in moved:
+        assert sorted(set(window)) == sorted(window)
+        assert set(range(0, chunks, 2)) <= set(window)
+        assert len(rare & set(window)) == each
+    counts = Counter(chunk for window in moved for chunk in window)
+    turns = [counts[chunk] / len(moved) for chunk in sorted(rare)]
+    assert min(turns) > 0.8 / max(period, 1) or len(rare) < period
+    assert sum(turns) == pytest.approx(each)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3, 0.05])
+def test_with_a_share_every_chunk_has_its_turn(share: float) -> None:
+    chunks, period = 24, 4
+    moved = exchanges(chunks, period, share, steps=600)
+    assert all(len(set(window)) == len(window) for window in moved)
+    counts = Counter(chunk for window in moved for chunk in window)
+    assert set(counts) == set(range(chunks))
+    frequent = sum(counts[chunk] for chunk in range(0, chunks, 2))
+    rare = sum(counts[chunk] for chunk in range(1, chunks, 2))
+    assert frequent / rare == pytest.approx(period, rel=0.1)
