@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from examples.real_speech.corpus import BLANK, STACKED, Batch
 from examples.real_speech.utterances import BINS
@@ -33,31 +32,52 @@ class Shape:
     dropout: float = 0.2
 
 
+class Layer(nn.Module):
+    """A bidirectional LSTM over padded utterances; each direction begins at an end of the utterance.
+
+    On CPUs torch's loop over packed sequences takes four times as long as oneDNN's over padded ones.
+    """
+
+    def __init__(self, features: int, cells: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(features)
+        self.onwards = nn.LSTM(features, cells, batch_first=True)
+        self.back = nn.LSTM(features, cells, batch_first=True)
+        for lstm in (self.onwards, self.back):  # input, forget, cell and output gate
+            nn.init.ones_(lstm.bias_ih_l0.data[cells : 2 * cells])  # begin by keeping the cell
+
+    def forward(self, frames: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
+        """Return (n, frames, 2 cells) of (n, frames, features); `turned` as `turned_around` returns it."""
+        frames = self.norm(frames)
+        back = self.back(frames.take_along_dim(turned, 1))[0].take_along_dim(turned, 1)
+        return torch.cat((self.onwards(frames)[0], back), -1)
+
+
 class Recogniser(nn.Module):
     """Log-probabilities of letters (and the blank) from stacked frames."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.lstm = nn.LSTM(
-            STACKED * BINS,
-            shape.cells,
-            shape.layers,
-            batch_first=True,
-            bidirectional=True,
-            dropout=shape.dropout if shape.layers > 1 else 0.0,
-        )
-        for name, bias in self.lstm.named_parameters():
-            if "bias_ih" in name:  # input, forget, cell and output gate: begin by keeping the cell
-                nn.init.ones_(bias.data[shape.cells : 2 * shape.cells])
+        wide = 2 * shape.cells
+        sizes = (STACKED * BINS, *[wide] * (shape.layers - 1))
+        self.layers = nn.ModuleList(Layer(size, shape.cells) for size in sizes)
         self.dropout = nn.Dropout(shape.dropout)
-        self.outputs = nn.Linear(2 * shape.cells, shape.letters + 1)
+        self.outputs = nn.Linear(wide, shape.letters + 1)
 
     def forward(self, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities (n, frames, letters + 1) of (n, frames, features)."""
-        packed = pack_padded_sequence(frames, lengths, batch_first=True, enforce_sorted=False)
-        hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
-        return self.outputs(self.dropout(hidden)).log_softmax(-1)
+        turned = turned_around(lengths, frames.shape[1])
+        for layer in self.layers:
+            frames = self.dropout(layer(frames, turned))
+        return self.outputs(frames).log_softmax(-1)
+
+
+def turned_around(lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return indices (n, longest, 1) that turn each utterance around and leave its padding where it is."""
+    places = torch.arange(longest)
+    ends = lengths[:, None] - 1
+    return torch.where(places <= ends, ends - places, places)[..., None]
 
 
 def loss(model: Recogniser, batch: Batch) -> torch.Tensor:

@@ -179,6 +179,17 @@ def test_masks_cover_what_they_may() -> None:
     assert (frames == 1).all()
 
 
+def test_padding_changes_no_score() -> None:
+    """Each direction begins at an end of the utterance, however long the longest one of the minibatch is."""
+    torch.manual_seed(0)
+    recogniser = model.Recogniser(model.Shape(5, layers=2, cells=4)).eval()
+    frames, lengths = torch.randn(3, 9, 3 * 80), torch.tensor([9, 4, 1])
+    together = recogniser(frames, lengths)
+    for i, length in enumerate(lengths):
+        alone = recogniser(frames[i : i + 1, :length], lengths[i : i + 1])
+        torch.testing.assert_close(together[i, :length], alone[0])
+
+
 def test_the_best_path_is_read_without_blanks_and_repetitions() -> None:
     path = [0, 1, 1, 0, 1, 2, 2, 3, 0]  # letters "ab "
     scores = torch.nn.functional.one_hot(torch.tensor([path]), 4).float()
