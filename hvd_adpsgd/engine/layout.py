@@ -27,6 +27,7 @@ __all__ = [
     "LayoutPart",
     "Shard",
     "TensorSpec",
+    "rounds",
 ]
 
 # Element types by name, with the codes of ext/c/kernels.h.
@@ -138,21 +139,23 @@ class Layout:
         self._shard = shard
         self.parts: list[LayoutPart] = []
         self.tensors: list[TensorSpec] = []
+        self.period = 1
+        self._nrare = 0
         self._digest = hashlib.sha256(f"{chunk_nbytes} {shard}\n".encode())
 
     @property
     def nchunks(self) -> int:
         return self.parts[-1].last_chunk if self.parts else 0
 
-    @property
-    def period(self) -> int:
-        """Rare chunks move in every `period`th exchange."""
-        return max((tensor.period for tensor in self.tensors), default=1)
-
     def rare(self, last_chunk: int) -> list[int]:
         """Return the numbers of the rare chunks among the first `last_chunk`."""
         chunks = [chunk for part in self.parts for chunk in part.chunks]
         return [i for i, chunk in enumerate(chunks[:last_chunk]) if chunk.rare]
+
+    @property
+    def rounds(self) -> int:
+        """Number of exchanges of the whole model in which each rare chunk has been in one (windows.pyx)."""
+        return rounds(self._nrare, self.period)
 
     @property
     def spans(self) -> NDArray[np.int64]:
@@ -184,6 +187,7 @@ class Layout:
             offset = self._pack(members, dtype, rare, offset, chunks, spans)
         chunks, spans, offset = self._mine(chunks, spans, offset)
         self.tensors += tensors
+        self.period = max([self.period, *(tensor.period for tensor in tensors)])
         self._digest.update("".join(f"{t}\n" for t in tensors).encode() + b"\0")
         part = LayoutPart(
             chunks=tuple(chunks),
@@ -193,6 +197,7 @@ class Layout:
             fingerprint=int.from_bytes(self._digest.digest()[:8], "little") >> 1,
         )
         self.parts.append(part)
+        self._nrare += sum(chunk.rare for chunk in chunks)
         return part
 
     def _mine(
@@ -260,6 +265,12 @@ class Layout:
                 offset += take * size
                 chunks[-1] = replace(chunks[-1], count=filled)
         return -(-offset // 64) * 64
+
+
+def rounds(rare: int, period: int) -> int:
+    """Return in how many exchanges of the whole model each of `rare` chunks, or all but a few, is in one."""
+    each = -(-rare // period)
+    return -(-rare // each) if each else 1
 
 
 def _no_spans() -> NDArray[np.int64]:

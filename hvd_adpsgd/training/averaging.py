@@ -112,7 +112,10 @@ class Averaging:
         def weight() -> float:
             return self.plan.weight
 
-        return SharedMoments(self.spec.trained, optimizer, kind, weight, training, arrivals)
+        def period() -> int:
+            return self.engine.memory.layout.rounds
+
+        return SharedMoments(self.spec.trained, optimizer, kind, weight, training, arrivals, period)
 
     @property
     def engine(self) -> Engine:

@@ -47,7 +47,7 @@ class Product(NamedTuple):
     """Numbers of `multiply`, as in SharedMoments.
 
     Attributes:
-        rate: 1 - b.
+        rate: 1 - b^p.
         scale: 1 / (r w).
         known: (1 - a^steps)^2, with a the decay of the first moment.
     """

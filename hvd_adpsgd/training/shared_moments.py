@@ -99,11 +99,12 @@ class SharedMoments(UpdateRule):
     and the optimizer steps with v in its place; then its state is v_i again. Where r exchanges have added c
     in sum to the first moment m_i, the mean of the peers' moments is m_i + c / (r w), and
 
-        x <- b x + (1 - b) m_i (m_i + c / (r w)),   q <- b q
+        x <- b^p x + (1 - b^p) m_i (m_i + c / (r w)),   q <- b^p q
 
-    q, 1 at first, is the weight of the products that x lacks. v has (1 - q^h) x / (1 - q) + q^h v_i in place
-    of x, h such that q^h falls by 5 % with an exchange, or as q where that is faster. Moments that began
-    with 0 are divided by 1 - decay^steps, as the optimizer does.
+    where a moment is in every pth exchange: x forgets as v_i does, and learns as fast from fewer products,
+    for moments change little in a few steps. q, 1 at first, is the weight of the products that x lacks. v has
+    (1 - q^h) x / (1 - q) + q^h v_i in place of x, h such that q^h falls by 5 % with an exchange, or as q
+    where that is faster. Moments that began with 0 are divided by 1 - decay^steps, as the optimizer does.
 
     A first moment of own gradients has m_i^2 <= R^2 v_i, R^2 = (1 - a)^2 / ((1 - b) (1 - a^2 / b)), with a
     the decay of the first moment (Cauchy-Schwarz). Where it is larger, it is of peers: of a row of an
@@ -131,6 +132,7 @@ class SharedMoments(UpdateRule):
         weight: returns w, share of the difference by which an exchange moves each side.
         training: returns n, the number of super learners that train; equal on a super learner's learners.
         arrivals: returns r since its last call, the mean of all chunks that were exchanged; 0: none was.
+        period: returns p.
     """
 
     in_update = True
@@ -143,10 +145,11 @@ class SharedMoments(UpdateRule):
         weight: Callable[[], float],
         training: Callable[[], int],
         arrivals: Callable[[], float],
+        period: Callable[[], int] = lambda: 1,
     ):
         super().__init__([])
         self._optimizer, self._kind, self._weight = optimizer, kind, weight
-        self._training, self._arrivals = training, arrivals
+        self._training, self._arrivals, self._period = training, arrivals, period
         self._place: dict[int, int] = {}
         self._moment: Tensors = []
         self._cross: Tensors = []  # x
@@ -291,7 +294,8 @@ class SharedMoments(UpdateRule):
         kind = self._kind
         offered = steps - 1  # moments as offered are of the step before
         known = 1 - kind.first_decay(group) ** offered
-        law = Product(1 - kind.second_decay(group), 1 / (arrivals * self._weight()), known**2)
+        rate = 1 - kind.second_decay(group) ** self._period()
+        law = Product(rate, 1 / (arrivals * self._weight()), known**2)
         every = (self._cross, self._lacking, self._moment, self._other, self._offered)
         multiply(law, *([tensors[i] for i in places] for tensors in every))
 

@@ -448,7 +448,7 @@ def test_moments_are_shared_unless_they_are_to_be_own() -> None:
         train(adamw, cluster(4), steps=30, moments=moments) for moments in (None, "shared", "own")
     )
     assert shared.digest == again.digest != own.digest
-    assert 1.2 * own.sent_bytes < shared.sent_bytes < 1.5 * own.sent_bytes
+    assert 1.2 * own.sent_bytes < shared.sent_bytes < 1.4 * own.sent_bytes
     always = train(adamw, cluster(4), steps=30, moments_period=1)
     assert 1.7 * own.sent_bytes < always.sent_bytes < 2.1 * own.sent_bytes
 

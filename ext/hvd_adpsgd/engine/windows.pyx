@@ -24,12 +24,14 @@ from hvd_adpsgd.engine.mailbox cimport load
 cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1:
     """Lay out rounds of `nchunks` chunks; those in `rare` move in every `period`th exchange.
 
-    If the rare chunks do not make `period` equal parts, some of the last part are those of the part before."""
+    Rounds are fewer than `period` if parts of equal size are enough; where the last part is shorter, it repeats
+    chunks of the part before."""
     cdef int i, each = -(-len(rare) // period), frequent = nchunks - len(rare)
     layout.nchunks = layout.turn = layout.frequent = nchunks
     layout.period = 1
-    if period == 1 or len(rare) < 2:
+    if each == len(rare):
         return 0
+    period = -(-len(rare) // each)
     layout.order = <int*>calloc(frequent + each * period, sizeof(int))
     if layout.order == NULL:
         raise MemoryError("no memory for the averaging engine")

@@ -90,6 +90,9 @@ class EngineRun:
         self._budget, self._progress = training.budget, training.progress
         strategy = parse(cluster.strategy)
         self._shares = training.moments != "own" and strategy.is_gossip
+        self._chunks, self._moments_period = cluster.chunks, training.moments_period
+        if self._shares:  # so that parts of the moments are whole chunks
+            self._chunks = max(self._chunks, 4 * self._moments_period)
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]
@@ -104,7 +107,7 @@ class EngineRun:
         self._gift: dict[str, Any] = {}
         self._joined = 0
         self._steps, self._next_point = 0, 0
-        self._job = self._make_job(training.moments_period)
+        self._job = self._make_job()
 
     def _learner(self, model: torch.nn.Module, process: int, number: int, n: int) -> SuperLearner:
         c = self._cluster
@@ -116,8 +119,9 @@ class EngineRun:
             parse(c.strategy).plan(number, n),
             c.rate * c.share,
             c.seed,
-            c.chunks,
+            self._chunks,
             self._training_number if self._shares else None,
+            self._moments_period,
         )
 
     def _newcomer(self, process: int, number: int) -> Any:
@@ -129,7 +133,7 @@ class EngineRun:
         self._learners.append(newcomer)
         return newcomer.memory
 
-    def _make_job(self, moments_period: int) -> Any:
+    def _make_job(self) -> Any:
         c, learners = self._cluster, self._learners
         first = learners[0]
         averaged = sum(tensor.numel() for _, tensor in first.rule.averaged())
@@ -148,7 +152,7 @@ class EngineRun:
             most=most,
             largest=n + growth,
             streams=streams,
-            rare=(first.rare_chunks(), moments_period),
+            rare=(first.rare_chunks(), self._moments_period),
         )
         for i, at_s in failure_times(c):
             self._fails(job, i, i, at_s)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adpsgd.engine.layout import rounds
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.simulation.learning.memory import Layout
 from hvd_adpsgd.simulation.learning.task import Task, require_finite, seed_torch
@@ -44,6 +45,7 @@ class SuperLearner:
         seed: the run's seed.
         chunks: least number of chunks.
         training: returns how many super learners train, which share their moments; None: they do not.
+        moments_period: the option of this name.
 
     Attributes:
         number, model, optimizer, schedule, rule: its parts.
@@ -66,6 +68,7 @@ class SuperLearner:
         seed: int,
         chunks: int,
         training: Callable[[], int] | None = None,
+        moments_period: int = 1,
     ):
         self.number, self.model, self._task, self._seed = number, model.train(), task, seed
         named = trained(model)
@@ -87,6 +90,7 @@ class SuperLearner:
                     lambda: plan.weight,
                     training,
                     lambda: self.arrivals,
+                    lambda: rounds(len(self.rare_chunks()), moments_period),
                 )
             averaged = [tensor for _, tensor in self.rule.averaged()]
             self.layout = Layout(averaged, chunks)
