@@ -59,7 +59,7 @@ format: venv  ## let ruff lay out and repair the sources
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
 	@$(PY) -m examples.acoustic_model.demo $(ARGS)
 
-real-speech: venv $(STAMPS)/examples  ## Dutch speech of people (fetched by apt): word errors, three seeds (hours)
+real-speech: venv $(STAMPS)/examples  ## Czech speech of people (fetched by apt): word errors, three seeds (40 minutes)
 	@$(PY) -m examples.real_speech.compare $(ARGS)
 
 compare: venv $(STAMPS)/examples  ## every strategy on the demo's task: word errors, figure (an hour)

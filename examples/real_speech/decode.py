@@ -33,7 +33,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("model", type=Path, help="model.pt, written by train.py")
-    add("--data", type=Path, default=Path("out/real_speech/nl"), help="folder of prepare.py")
+    add("--data", type=Path, default=Path("out/real_speech/cs"), help="folder of prepare.py")
     add("--out", type=Path, help="file (default: decoded.json beside the model)")
     add("--order", type=int, default=5, help="letters of the longest n-gram (default: 5)")
     options = parser.parse_args(argv)

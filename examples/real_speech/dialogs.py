@@ -36,7 +36,7 @@ def lines(script: Path, language: str) -> Iterator[Line]:
 
     Args:
         script: the game's folder `script`.
-        language: "nl" or "cs".
+        language: "cs" or "nl".
     """
     for path in sorted(script.glob(f"*/*dialogs_{language}.lua")):
         for name, font, _, text in _LINE.findall(path.read_text("utf-8")):

@@ -28,7 +28,7 @@ class Shape:
 
     letters: int
     layers: int = 3
-    cells: int = 160
+    cells: int = 128
     dropout: float = 0.2
 
 

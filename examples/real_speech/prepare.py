@@ -1,12 +1,12 @@
-"""Fetches recordings of people who speak Dutch or Czech, and makes features of them.
+"""Fetches recordings of people who speak Czech or Dutch, and makes features of them.
 
-    python -m examples.real_speech.prepare                    Dutch: 1.6 h, out/real_speech/nl
-    python -m examples.real_speech.prepare --language cs      Czech: 1.8 h
+    python -m examples.real_speech.prepare                    Czech: 1.8 h, out/real_speech/cs
+    python -m examples.real_speech.prepare --language nl      Dutch: 1.6 h
     python -m examples.real_speech.prepare --game FOLDER      files that are there already
     python -m examples.real_speech.prepare --kaldi train=data/train dev=data/dev test=data/test --out OUT
     python -m examples.real_speech.prepare --lhotse train=cuts_train.jsonl.gz dev=... test=... --out OUT
 
-The recordings are the dialogues of the game Fish Fillets NG, in Debian's packages fillets-ng-data-nl and -cs;
+The recordings are the dialogues of the game Fish Fillets NG, in Debian's packages fillets-ng-data-cs and -nl;
 their texts are in fillets-ng-data (GPL-2). They are fetched by apt-get, without root, into --packages.
 Without apt, unpack these packages elsewhere, and give the folder with `sound` and `script` as --game.
 """
@@ -29,7 +29,7 @@ from examples.acoustic_model.speech.problem import Problem, new_parser, require,
 from examples.real_speech import dialogs, importers
 from examples.real_speech.utterances import BINS, Utterance, features
 
-LANGUAGES = ("nl", "cs")
+LANGUAGES = ("cs", "nl")
 SPLITS = ("train", "dev", "test")
 SHORTEST_S, LONGEST_S = 0.1, 16.0  # of an utterance
 SHARES = {"test": 0.1, "dev": 0.08}  # of the duration, by scenes
@@ -39,7 +39,7 @@ GAME = Path("usr/share/games/fillets-ng")
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--language", choices=LANGUAGES, default="nl")
+    add("--language", choices=LANGUAGES, default=LANGUAGES[0])
     add("--game", type=Path, help="folder with `sound` and `script` (default: fetched)")
     corpora = parser.add_mutually_exclusive_group()
     corpora.add_argument("--kaldi", nargs=3, metavar="SPLIT=DIR", help="data directories of Kaldi")

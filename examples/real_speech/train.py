@@ -42,13 +42,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--strategy", default="random-pairs", metavar="NAME", help="as in examples.acoustic_model")
-    add("--data", type=Path, default=Path("out/real_speech/nl"), help="folder of prepare.py")
+    add("--data", type=Path, default=Path("out/real_speech/cs"), help="folder of prepare.py")
     add("--out", type=Path, help="folder (default: out/real_speech/runs/STRATEGY)")
     add("--seed", type=int, default=0)
     add("--epochs", type=int, default=30)
-    add("--batch", type=int, help="utterances per learner (default: 4)")
-    add("--rate", type=float, default=3e-3, help="highest learning rate (default: 3e-3)")
-    add("--warm-up", type=float, default=3.0, metavar="EPOCHS")
+    add("--batch", type=int, help="utterances per learner (default: 2)")
+    add("--rate", type=float, default=1e-3, help="highest learning rate (default: 1e-3)")
+    add("--warm-up", type=float, default=2.0, metavar="EPOCHS")
     add("--clip", type=float, default=5.0, help="largest norm of the gradient (default: 5)")
     add(
         "--cuts", type=Path, nargs="+", help="Lhotse manifests to train on: one, or one per learner"
@@ -60,13 +60,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="learners' parts of the data are sorted by speaker",
     )
     add("--layers", type=int, default=3)
-    add("--cells", type=int, default=160)
+    add("--cells", type=int, default=128)
     options = parser.parse_args(argv)
     if options.cuts and (options.batch or options.by_speaker):
         raise Problem(
             "--cuts with --batch or --by-speaker: its minibatches are by --seconds; leave them out"
         )
-    options.batch = 4 if options.batch is None else options.batch
+    options.batch = 2 if options.batch is None else options.batch
     for name, low, high in (
         ("seed", 0, 2**31 - 1),
         ("epochs", 1, 10_000),
