@@ -15,6 +15,12 @@ from hvd_adpsgd.inner.elastic import run_fn, sampler, state
 from hvd_adpsgd.torch.basics import init, shutdown
 from hvd_adpsgd.torch.horovod_ops import require_one_super_learner
 
+# Of a job with several super learners.
+_CURE = (
+    " Super learners that fail do not stop the others, and hvd.admit() replaces them and adds new ones, "
+    "without Horovod's elastic state. Or start"
+)
+
 __all__ = ["ElasticSampler", "TorchState", "init", "run", "sampler", "shutdown", "state"]
 
 
@@ -22,7 +28,7 @@ class TorchState(inner_elastic.TorchState):
     """Horovod's TorchState, which synchronizes one super learner; raises if there are several."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_one_super_learner("elastic.TorchState")
+        require_one_super_learner("elastic.TorchState", _CURE)
         super().__init__(*args, **kwargs)
 
 
@@ -30,7 +36,7 @@ class ElasticSampler(inner_elastic.ElasticSampler):
     """Horovod's ElasticSampler, which partitions data over one super learner; raises if there are several."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_one_super_learner("elastic.ElasticSampler")
+        require_one_super_learner("elastic.ElasticSampler", _CURE)
         super().__init__(*args, **kwargs)
 
 
@@ -40,7 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        require_one_super_learner("elastic.run")
+        require_one_super_learner("elastic.run", _CURE)
         return elastic(*args, **kwargs)
 
     return checked

@@ -71,18 +71,19 @@ def inner_only(operation: F) -> F:
     return checked  # type: ignore[return-value]
 
 
-def require_one_super_learner(name: str) -> None:
+def require_one_super_learner(name: str, cure: str = " Start") -> None:
     """Raise unless the job has one super learner; for functions that work inside one only.
 
     Args:
         name: name of the function that the script calls, for the message.
+        cure: of the message; "the job as one super learner" follows.
 
     Raises:
         NotInitializedError: before init().
         InnerOnlyError: with several super learners.
     """
     if worlds.current().super_size > 1:
-        raise _refusal(name, " Start")
+        raise _refusal(name, cure)
 
 
 def _refusal(name: str, cure: str) -> InnerOnlyError:

@@ -462,7 +462,7 @@ def test_misuse_is_an_error_on_all_learners() -> None:
         "alltoall": ("InnerOnlyError", "process_set=hvd.super_learner"),
         "scatter": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
         "timeline": ("InnerOnlyError", "HVD_ADPSGD_AVERAGING=synchronous"),
-        "elastic": ("InnerOnlyError", "ElasticSampler"),
+        "elastic": ("InnerOnlyError", "hvd.admit()"),
     }
     for what, (kind, word) in refusals.items():
         for one in facts:
