@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +139,10 @@ def schedule_of_another() -> Any:
             "2 tensors, 1 different ones",
         ),
         ({"schedule": lambda o: 1}, r"no step\(\)"),
+        (
+            {"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)},
+            r"ReduceLROnPlateau, whose step\(\) needs a loss",
+        ),
         ({"schedule": lambda o: schedule_of_another()}, "a LinearLR of another optimizer"),
         ({"evaluate": lambda model: 10**400}, "Return a number"),
         ({"evaluate": lambda model: "good"}, "returned 'good'"),
@@ -352,3 +358,9 @@ def test_vmap_refuses_a_loss_of_another_model() -> None:
     task = made(model=lambda: OTHER, loss=lambda model, batch: OTHER(batch).mean())
     with pytest.raises(ConfigError, match="depends on none of the 2 parameters"):
         train(task, two(), steps=2, vmap=True)
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    done = train(made(evaluate=lambda model: math.nan), two(), steps=2, points=1)
+    assert "NaN" not in done.to_json()
+    assert list(json.loads(done.to_json())["points"][-1]["evaluation"].values()) == [None]

@@ -208,6 +208,12 @@ class Task:
                     f"returned {_kind(schedule)}, which has no {name}()",
                     "Return a torch.optim.lr_scheduler",
                 )
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise self.bad(
+                "schedule(optimizer)",
+                "returned ReduceLROnPlateau, whose step() needs a loss",
+                "Return a schedule of steps, as CosineAnnealingLR",
+            )
         if getattr(schedule, "optimizer", optimizer) is not optimizer:
             raise self.bad(
                 "schedule(optimizer)",
