@@ -27,7 +27,6 @@ __all__ = [
     "LayoutPart",
     "Shard",
     "TensorSpec",
-    "rounds",
 ]
 
 # Element types by name, with the codes of ext/c/kernels.h.
@@ -140,7 +139,6 @@ class Layout:
         self.parts: list[LayoutPart] = []
         self.tensors: list[TensorSpec] = []
         self.period = 1
-        self._nrare = 0
         self._digest = hashlib.sha256(f"{chunk_nbytes} {shard}\n".encode())
 
     @property
@@ -151,11 +149,6 @@ class Layout:
         """Return the numbers of the rare chunks among the first `last_chunk`."""
         chunks = [chunk for part in self.parts for chunk in part.chunks]
         return [i for i, chunk in enumerate(chunks[:last_chunk]) if chunk.rare]
-
-    @property
-    def rounds(self) -> int:
-        """Number of exchanges of the whole model in which each rare chunk has been in one (windows.pyx)."""
-        return rounds(self._nrare, self.period)
 
     @property
     def spans(self) -> NDArray[np.int64]:
@@ -197,7 +190,6 @@ class Layout:
             fingerprint=int.from_bytes(self._digest.digest()[:8], "little") >> 1,
         )
         self.parts.append(part)
-        self._nrare += sum(chunk.rare for chunk in chunks)
         return part
 
     def _mine(
@@ -265,12 +257,6 @@ class Layout:
                 offset += take * size
                 chunks[-1] = replace(chunks[-1], count=filled)
         return -(-offset // 64) * 64
-
-
-def rounds(rare: int, period: int) -> int:
-    """Return in how many exchanges of the whole model each of `rare` chunks, or all but a few, is in one."""
-    each = -(-rare // period)
-    return -(-rare // each) if each else 1
 
 
 def _no_spans() -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.engine.layout import Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shard_memory import ShardMemory
@@ -104,10 +105,12 @@ class ModelMemory:
             if shard.leads:
                 shard.training = number
 
-    def take_arrivals(self) -> float:
-        """Return how many exchanges each corrected chunk has had since the last call; the mean of shards."""
-        found = [n for n in (shard.take_arrivals() for shard in self.shards) if n]
-        return sum(found) / len(found) if found else 0.0
+    def take_arrivals(self) -> Arrivals:
+        """Return what has been applied since the last call: the mean of the shards with corrections."""
+        taken = [shard.take_arrivals() for shard in self.shards]
+        found = [each.exchanges for each in taken if each.exchanges]
+        exchanges = sum(found) / len(found) if found else 0.0
+        return Arrivals(exchanges, sum(each.pace for each in taken) / len(taken))
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average `tensors` too: add a part of these tensors to each shard."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adpsgd.engine.arrivals import NONE, Arrivals, Pace
 from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_of
@@ -25,9 +26,11 @@ _CACHES_NBYTES = 8 * 2**20
 THREAD_NBYTES = 4 * 2**20
 _MOST_THREADS = 8  # most threads of one `absorb`, as RUNS of store.pyx
 _ROWS = 4  # rows of `_notes`, one per publish() call: no learner is over one all-reduce behind the leader
-# What the leader notes of a call of publish(): 1 if it was not deferred; the number of super learners that
-# train; Store.arrivals.
-_NOTE = np.dtype([("goes", np.int32), ("training", np.int32), ("arrivals", np.float64)])
+# What the leader notes of a call of publish(), in NOTES bytes: 1 if it was not deferred; the number of super
+# learners that train; Arrivals.
+_NOTE = np.dtype(
+    [("goes", np.int32), ("training", np.int32), ("exchanges", np.float64), ("pace", np.float64)]
+)
 NO_SLOT = -1
 
 
@@ -150,8 +153,9 @@ class ShardMemory:
         self._publications = 0  # calls of publish that were not deferred
         # by call of publish; shared by the super learner after `extend`
         self._notes = np.zeros(_ROWS, _NOTE)
-        self._arriving = 0.0  # exchanges in the slot that this learner has not applied
-        self._applied = 0.0  # and in those that it has applied since the last take_arrivals
+        self._arriving = NONE  # exchanges in the slot that this learner has not applied
+        self._pace = Pace()
+        self._applied = NONE  # and in those that it has applied since the last take_arrivals
         self.training = 0
 
     @property
@@ -185,7 +189,7 @@ class ShardMemory:
                 else shared.front[lives:][: part.nbytes]
             )
         if not self.areas:
-            self._notes = shared.notes.view(_NOTE)
+            self._notes = shared.notes[: _ROWS * _NOTE.itemsize].view(_NOTE)
         self.areas.append(Area(shared, mirror, places))
         for i, chunk in enumerate(part.chunks):
             self.store.add_chunk(
@@ -245,8 +249,9 @@ class ShardMemory:
             if goes:
                 self.store.publish()
             self.put_off = not goes and self._gathered()
-            arrivals = self.store.arrivals if goes else 0.0
-            self._notes[self._calls % _ROWS] = goes, self.training, arrivals
+            exchanges, covered = (self.store.arrivals, self.store.covered) if goes else (0.0, 0.0)
+            pace = self._pace.after(covered)
+            self._notes[self._calls % _ROWS] = goes, self.training, exchanges, pace
         self.published = True
         if self._alone:
             self.all_met()
@@ -275,7 +280,7 @@ class ShardMemory:
             self.training = int(note["training"])
             if note["goes"]:
                 self._slot = self._publications % self._nslots
-                self._arriving = float(note["arrivals"])
+                self._arriving = Arrivals(float(note["exchanges"]), float(note["pace"]))
                 self._publications += 1
             self._calls += 1
 
@@ -295,15 +300,15 @@ class ShardMemory:
     def take(self) -> int:
         """Return the number of the slot (buffer of corrections) to apply now, or NO_SLOT; mark it applied."""
         slot, self._slot = self._slot, NO_SLOT
-        self._applied += self._arriving
-        self._arriving = 0.0
+        self._applied = self._applied.plus(self._arriving)
+        self._arriving = NONE
         if self._met:
             self._met = self.published = False
         return slot
 
-    def take_arrivals(self) -> float:
-        """Return how many exchanges each corrected chunk has had since the last call (see Store.arrivals)."""
-        applied, self._applied = self._applied, 0.0
+    def take_arrivals(self) -> Arrivals:
+        """Return what has been applied since the last call."""
+        applied, self._applied = self._applied, NONE
         return applied
 
     def absorb(

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 SHARED_FOLDER = "/dev/shm"
-NOTES = 64  # bytes in which the leader records which calls of publish() were deferred
+NOTES = 128  # bytes in which the leader records which calls of publish() were deferred
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23  # MADV_* of Linux that Python does not name
 
 

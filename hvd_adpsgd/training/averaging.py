@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import (
     ModelMismatchError,
@@ -106,16 +107,13 @@ class Averaging:
         def training() -> int:
             return self.engine.memory.training or self.world.super_size
 
-        def arrivals() -> float:
+        def arrivals() -> Arrivals:
             return self.engine.memory.take_arrivals()
 
         def weight() -> float:
             return self.plan.weight
 
-        def period() -> int:
-            return self.engine.memory.layout.rounds
-
-        return SharedMoments(self.spec.trained, optimizer, kind, weight, training, arrivals, period)
+        return SharedMoments(self.spec.trained, optimizer, kind, weight, training, arrivals)
 
     @property
     def engine(self) -> Engine:

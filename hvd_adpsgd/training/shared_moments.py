@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.training.moment_passes import (
     NEEDED,
     Product,
@@ -62,7 +63,8 @@ _KINDS: dict[type[torch.optim.Optimizer], Adaptive] = {
     torch.optim.RAdam: _ADAM,
     torch.optim.RMSprop: _RMSPROP,
 }
-_WEIGHT = 0.95  # by which an exchange reduces the weight of v_i in x
+_WEIGHT = 0.95  # by which a step reduces the weight of v_i in x
+_LARGEST_RATE = 0.5  # of a product in x
 _LARGEST = 80.0  # logarithm of the largest bound, a float32
 _16_BITS = (torch.float16, torch.bfloat16)
 
@@ -101,10 +103,11 @@ class SharedMoments(UpdateRule):
 
         x <- b^p x + (1 - b^p) m_i (m_i + c / (r w)),   q <- b^p q
 
-    where a moment is in every pth exchange: x forgets as v_i does, and learns as fast from fewer products,
-    for moments change little in a few steps. q, 1 at first, is the weight of the products that x lacks. v has
-    (1 - q^h) x / (1 - q) + q^h v_i in place of x, h such that q^h falls by 5 % with an exchange, or as q
-    where that is faster. Moments that began with 0 are divided by 1 - decay^steps, as the optimizer does.
+    with a product in every pth step, and 1 - b^p at most a half: x forgets as v_i does, and learns as fast
+    from fewer products, for moments change little in a few steps. q, 1 at first, is the weight of the
+    products that x lacks. v has (1 - q^h) x / (1 - q) + q^h v_i in place of x, h such that q^h falls by 5 %
+    with a step, or as q where that is faster. Moments that began with 0 are divided by 1 - decay^steps, as
+    the optimizer does.
 
     A first moment of own gradients has m_i^2 <= R^2 v_i, R^2 = (1 - a)^2 / ((1 - b) (1 - a^2 / b)), with a
     the decay of the first moment (Cauchy-Schwarz). Where it is larger, it is of peers: of a row of an
@@ -131,8 +134,8 @@ class SharedMoments(UpdateRule):
         kind: its moments.
         weight: returns w, share of the difference by which an exchange moves each side.
         training: returns n, the number of super learners that train; equal on a super learner's learners.
-        arrivals: returns r since its last call, the mean of all chunks that were exchanged; 0: none was.
-        period: returns p.
+        arrivals: returns r since its last call, the mean of all chunks that were exchanged, 0 if none was;
+            and 1 / p.
     """
 
     in_update = True
@@ -144,12 +147,11 @@ class SharedMoments(UpdateRule):
         kind: Adaptive,
         weight: Callable[[], float],
         training: Callable[[], int],
-        arrivals: Callable[[], float],
-        period: Callable[[], int] = lambda: 1,
+        arrivals: Callable[[], Arrivals],
     ):
         super().__init__([])
         self._optimizer, self._kind, self._weight = optimizer, kind, weight
-        self._training, self._arrivals, self._period = training, arrivals, period
+        self._training, self._arrivals = training, arrivals
         self._place: dict[int, int] = {}
         self._moment: Tensors = []
         self._cross: Tensors = []  # x
@@ -281,7 +283,7 @@ class SharedMoments(UpdateRule):
 
     def after_corrections(self) -> None:
         arrivals = self._arrivals()
-        if arrivals and self._follows:
+        if arrivals.exchanges and self._follows:
             for group in self._optimizer().param_groups:
                 for steps, places in _by(self._steps, self._places(group)):
                     if steps > 1:
@@ -290,12 +292,12 @@ class SharedMoments(UpdateRule):
         if self._offered and self._offered[0].device.type != "cpu":
             self._offered, self._other = [], []
 
-    def _multiply(self, group: Group, steps: int, places: list[int], arrivals: float) -> None:
+    def _multiply(self, group: Group, steps: int, places: list[int], arrivals: Arrivals) -> None:
         kind = self._kind
         offered = steps - 1  # moments as offered are of the step before
         known = 1 - kind.first_decay(group) ** offered
-        rate = 1 - kind.second_decay(group) ** self._period()
-        law = Product(rate, 1 / (arrivals * self._weight()), known**2)
+        rate = min(1 - kind.second_decay(group) ** (1 / arrivals.pace), _LARGEST_RATE)
+        law = Product(rate, 1 / (arrivals.exchanges * self._weight()), known**2)
         every = (self._cross, self._lacking, self._moment, self._other, self._offered)
         multiply(law, *([tensors[i] for i in places] for tensors in every))
 

@@ -817,7 +817,7 @@ def noises(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
         yield torch.randn(2000, generator=random)
 
 
-def drift(strategy: str, moments: str | None) -> float:
+def drift(strategy: str, moments: str | None, **how: Any) -> float:
     """How far AdamW moves, steps 150 to 300, where noise of variance 1 is in each gradient of x^2 / 2."""
     quadratic = task(
         model=Point,
@@ -826,7 +826,8 @@ def drift(strategy: str, moments: str | None) -> float:
         optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.0),
         evaluate=lambda model: {"x": float(model.x.detach().mean())},
     )
-    done = train(quadratic, cluster(8), strategy=strategy, steps=300, moments=moments, points=2)
+    job = cluster(8, chunks=64, **how)
+    done = train(quadratic, job, strategy=strategy, steps=300, moments=moments, points=2)
     _, middle, last = (point.evaluation["x"] for point in done.points)
     return middle - last
 
@@ -835,4 +836,7 @@ def test_steps_on_a_noisy_quadratic_are_those_of_synchronous_training() -> None:
     """Where noise dominates, steps of super learners with own moments are sqrt(n) times too small."""
     synchronous = drift("synchronous", None)
     assert drift("random_pairs", "shared") == pytest.approx(synchronous, rel=0.1)
+    # few products: of every 32nd exchange, and of every 40th step
+    assert drift("random_pairs", "shared", share=1 / 8) == pytest.approx(synchronous, rel=0.1)
+    assert drift("random_pairs", "shared", rate=1 / 10) == pytest.approx(synchronous, rel=0.1)
     assert drift("random_pairs", "own") == pytest.approx(synchronous / 8**0.5, rel=0.1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adpsgd.engine.arrivals import NONE, Arrivals
 from hvd_adpsgd.training import moment_passes
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 
@@ -38,7 +39,7 @@ class Peer:
         self.optimizer = made(self.parameters)
         kind = adaptive(self.optimizer)
         assert isinstance(kind, Adaptive)
-        self.kind, self.arrivals = kind, 0.0
+        self.kind, self.arrivals = kind, NONE
         self.rule = SharedMoments(
             [("a", self.parameters[0]), ("b", self.parameters[1])],
             lambda: self.optimizer,
@@ -62,7 +63,7 @@ class Peer:
         self.rule.after_update()
         self.rule.pass_time(0)
         self.rule.before_corrections()
-        self.arrivals = r if added is not None else 0.0
+        self.arrivals = NONE if added is None else Arrivals(r, 1.0)
         if added is not None:
             torch._foreach_add_(self.moments, added)
         self.rule.after_corrections()
@@ -380,7 +381,9 @@ def test_without_parameters() -> None:
     optimizer = torch.optim.AdamW([parameter])
     kind = adaptive(optimizer)
     assert isinstance(kind, Adaptive)
-    rule = SharedMoments([], lambda: optimizer, kind, lambda: 0.5, lambda: 2, lambda: 1.0)
+    rule = SharedMoments(
+        [], lambda: optimizer, kind, lambda: 0.5, lambda: 2, lambda: Arrivals(1, 1)
+    )
     rule.start()
     rule.before_update()
     rule.after_update()

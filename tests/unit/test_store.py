@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.engine.arrivals import NONE
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
@@ -127,10 +128,12 @@ def test_a_published_slot_tells_how_many_exchanges_it_holds():
     a.store.publish()
     exchange(a, b, 1)
     assert a.store.arrivals == 2
+    both = a.store.covered
     a.store.publish()
     assert a.store.arrivals == 1
+    assert a.store.covered == both / 2
     a.store.publish()
-    assert a.store.arrivals == 0
+    assert a.store.arrivals == a.store.covered == 0
 
 
 def test_mates_learn_of_a_publication_alike():
@@ -151,8 +154,11 @@ def test_mates_learn_of_a_publication_alike():
             memory.all_met()
             memory.take()
             assert memory.training == training
-        assert leader.take_arrivals() == mate.take_arrivals() == exchanges + (training < 3)
-        assert mate.take_arrivals() == 0
+        arrivals = leader.take_arrivals()
+        assert arrivals == mate.take_arrivals()
+        assert arrivals.exchanges == exchanges + (training < 3)
+        assert arrivals.pace == pytest.approx(1 / len(leader.store))  # one chunk in each step
+        assert mate.take_arrivals() == NONE
 
 
 def test_local_updates_made_meanwhile_are_kept():

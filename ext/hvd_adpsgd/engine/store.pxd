@@ -59,6 +59,7 @@ cdef struct Memory:
     int open                # the open slot of all chunks, read by the trainer only
     double arrivals         # exchanges merged into the published slot, mean of the chunks that have some; where
                             # chunks are rare, of these
+    double covered          # those chunks, as a share of all, or of all rare ones
     int nrare               # chunks that are rare
     int shown               # how many chunks, from the first one on, peers on the host may read in place
     char* area              # beginning of the memory with the mirrors and slots of these chunks

@@ -592,6 +592,7 @@ cdef class Store:
                 c.absorbed = False
                 end_change(m, c)
         m.arrivals = <double>merged / chunks if chunks else 0.0
+        m.covered = <double>chunks / (m.nrare or m.nchunks) if chunks else 0.0
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
@@ -689,8 +690,15 @@ cdef class Store:
 
     @property
     def arrivals(self):
-        """How many exchanges the published slot holds: the mean of those chunks that have some; 0 if none."""
+        """How many exchanges the published slot holds: the mean of those chunks that have some; 0 if none.
+
+        Where there are rare chunks (windows.pyx), of these only."""
         return self.memory.arrivals
+
+    @property
+    def covered(self):
+        """Which share of the chunks of `arrivals` has some."""
+        return self.memory.covered
 
     # ---- for tests -----------------------------------------------------------------------
 

@@ -392,8 +392,8 @@ cdef class Job(JobState):
         return self.seats[process]
 
     def arrivals(self, int i):
-        """Return Store.arrivals of an engine."""
-        return self.stores[i].arrivals
+        """Return Store.arrivals and Store.covered of an engine."""
+        return self.stores[i].arrivals, self.stores[i].covered
 
     def is_running(self, int process):
         """Whether a process has an engine that has neither crashed nor left."""

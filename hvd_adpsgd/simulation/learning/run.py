@@ -121,7 +121,6 @@ class EngineRun:
             c.seed,
             self._chunks,
             self._training_number if self._shares else None,
-            self._moments_period,
         )
 
     def _newcomer(self, process: int, number: int) -> Any:
@@ -198,7 +197,8 @@ class EngineRun:
 
     def after_corrections(self, process: int) -> None:
         """See SuperLearner."""
-        self._learners[process].after_corrections(self._job.arrivals(self._job.seat_of(process)))
+        arrivals = self._job.arrivals(self._job.seat_of(process))
+        self._learners[process].after_corrections(*arrivals)
         self._stays(process)
 
     def before_round(self, process: int) -> None:

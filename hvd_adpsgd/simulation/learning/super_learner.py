@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_adpsgd.engine.layout import rounds
+from hvd_adpsgd.engine.arrivals import NONE, Arrivals, Pace
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.simulation.learning.memory import Layout
 from hvd_adpsgd.simulation.learning.task import Task, require_finite, seed_torch
@@ -45,14 +45,13 @@ class SuperLearner:
         seed: the run's seed.
         chunks: least number of chunks.
         training: returns how many super learners train, which share their moments; None: they do not.
-        moments_period: the option of this name.
 
     Attributes:
         number, model, optimizer, schedule, rule: its parts.
         parameters: the tensors that it trains.
         layout, memory: the array of chunks that its engine averages, and where its tensors lie in it.
         averages_gradients: whether it averages gradients in place of models.
-        arrivals: exchanges of each chunk whose corrections were added last.
+        arrivals: exchanges whose corrections were added last.
         here: whether it trains: a joining super learner does not from the start.
         steps, samples: what it has made and used.
     """
@@ -68,7 +67,6 @@ class SuperLearner:
         seed: int,
         chunks: int,
         training: Callable[[], int] | None = None,
-        moments_period: int = 1,
     ):
         self.number, self.model, self._task, self._seed = number, model.train(), task, seed
         named = trained(model)
@@ -78,7 +76,7 @@ class SuperLearner:
         self._stream = stream
         self.averages_gradients = isinstance(plan.rule, LateGradients)
         self.here, self.steps, self.samples = True, 0, 0
-        self.arrivals = 0.0
+        self.arrivals, self._pace = NONE, Pace()
         with torch.no_grad():
             self.rule = make_rule(plan.rule, named, rate)
             kind = adaptive(self.optimizer)
@@ -90,7 +88,6 @@ class SuperLearner:
                     lambda: plan.weight,
                     training,
                     lambda: self.arrivals,
-                    lambda: rounds(len(self.rare_chunks()), moments_period),
                 )
             averaged = [tensor for _, tensor in self.rule.averaged()]
             self.layout = Layout(averaged, chunks)
@@ -170,9 +167,14 @@ class SuperLearner:
         return loss.item()
 
     @torch.no_grad()
-    def after_corrections(self, arrivals: float) -> None:
-        """Corrections have been added to the model, in a step, of that many exchanges of each chunk."""
-        self.arrivals = arrivals
+    def after_corrections(self, exchanges: float, covered: float) -> None:
+        """Corrections have been added to the model, in a step.
+
+        Args:
+            exchanges: see Store.arrivals.
+            covered: see Store.covered.
+        """
+        self.arrivals = Arrivals(exchanges, self._pace.after(covered))
         self.rule.after_corrections()
 
     @torch.no_grad()
@@ -188,7 +190,7 @@ class SuperLearner:
     @torch.no_grad()
     def before_pause(self) -> None:
         """All corrections are going to be applied, so that a super learner may join."""
-        self.arrivals = 0.0
+        self.arrivals = NONE
         self.rule.before_corrections()
 
     @torch.no_grad()
