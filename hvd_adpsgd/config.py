@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["FIRST_SHARE", "PREFIX", "REPLACES", "Config", "Option", "OptionRow"]
+__all__ = [
+    "FIRST_SHARE",
+    "PREFIX",
+    "REPLACES",
+    "Config",
+    "Option",
+    "OptionRow",
+    "period_of_moments",
+]
 
 PREFIX = "HVD_ADPSGD_"
 # Not an option: this variable holds the super_rank of the failed super learner that a replacement replaces.
@@ -136,6 +144,17 @@ def _option(
     return field(default=default, repr=not secret, metadata={"option": option})
 
 
+def period_of_moments(period: int, share: float, exchanges_per_step: float) -> int:
+    """Return in how many exchanges shared moments move once: `period` steps apart, or as often as parameters.
+
+    Args:
+        period: the option moments_period.
+        share: share of the model that an exchange moves.
+        exchanges_per_step: the option of this name.
+    """
+    return max(1, round(period * share * min(1.0, exchanges_per_step)))
+
+
 @dataclass(frozen=True)
 class Config:
     """All options of the library, checked; immutable, comparable, printable.
@@ -245,8 +264,8 @@ class Config:
     moments_period: int = _option(
         4,
         int,
-        "exchanges",
-        "shared moments: each exchange moves one part of them of so many, in turn",
+        "steps",
+        "shared moments: each is exchanged in one of so many steps, or as often as parameters are, if less often",
         low=1,
         high=64,
     )
@@ -459,6 +478,11 @@ class Config:
     def first_share(self) -> float:
         """The share of the model that the first exchanges move; with a number, also all others."""
         return FIRST_SHARE if isinstance(self.exchange_share, str) else self.exchange_share
+
+    @property
+    def period_of_moments(self) -> int:
+        """Return in how many exchanges shared moments move once; see `period_of_moments`."""
+        return period_of_moments(self.moments_period, self.first_share, self.exchanges_per_step)
 
     @property
     def chooses_share(self) -> bool:

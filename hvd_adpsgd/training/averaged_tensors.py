@@ -34,7 +34,7 @@ class AveragedTensors:
         world: the World of this learner.
         spec: what the user wants averaged.
         averaged: (name, tensor) pairs that the strategy averages in place of those that the optimizer trains.
-        rare: returns those of them that are not in every exchange, but in one of spec.config.moments_period.
+        rare: returns those of them that are not in every exchange, but in one of spec.config.period_of_moments.
 
     Attributes:
         world: see the arguments.
@@ -59,7 +59,7 @@ class AveragedTensors:
         self.are_sharded = spec.is_sharded
         self.trained = {id(tensor) for _, tensor in spec.named}
         self.parameters = Parameters()
-        self._rare, self._period = rare, spec.config.moments_period
+        self._rare, self._period = rare, spec.config.period_of_moments
         named = averaged + spec.buffers
         self.specs: list[list[TensorSpec]] = [
             unanimous(world, "averaging", lambda: self._added(named))

@@ -836,7 +836,7 @@ def test_steps_on_a_noisy_quadratic_are_those_of_synchronous_training() -> None:
     """Where noise dominates, steps of super learners with own moments are sqrt(n) times too small."""
     synchronous = drift("synchronous", None)
     assert drift("random_pairs", "shared") == pytest.approx(synchronous, rel=0.1)
-    # few products: of every 32nd exchange, and of every 40th step
+    # few products: of every 8th exchange, and of every 10th step
     assert drift("random_pairs", "shared", share=1 / 8) == pytest.approx(synchronous, rel=0.1)
     assert drift("random_pairs", "shared", rate=1 / 10) == pytest.approx(synchronous, rel=0.1)
     assert drift("random_pairs", "own") == pytest.approx(synchronous / 8**0.5, rel=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,3 +268,21 @@ def test_an_interval_is_off_or_long_enough() -> None:
     for value in (1e-300, 0.009, -1):
         with pytest.raises(ConfigError, match=r"0\.01 to 3600, or 0"):
             Config(report_s=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "period"),
+    [
+        ({}, 4),
+        ({"moments_period": 16, "exchange_share": 0.5}, 8),
+        ({"exchange_share": 0.25}, 1),
+        ({"exchange_share": "auto"}, 1),
+        ({"exchanges_per_step": 0.5}, 2),
+        ({"exchanges_per_step": 4}, 4),
+        ({"exchanges_per_step": 0.01}, 1),
+    ],
+)
+def test_moments_are_exchanged_as_often_as_parameters_or_once_in_a_period(
+    options: dict[str, Any], period: int
+) -> None:
+    assert Config(**options).period_of_moments == period

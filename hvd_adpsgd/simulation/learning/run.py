@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_adpsgd.config import Config
+from hvd_adpsgd.config import Config, period_of_moments
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.chance import Chance
 from hvd_adpsgd.simulation.learning.curve import Curve, Vector
@@ -90,7 +90,10 @@ class EngineRun:
         self._budget, self._progress = training.budget, training.progress
         strategy = parse(cluster.strategy)
         self._shares = training.moments != "own" and strategy.is_gossip
-        self._chunks, self._moments_period = cluster.chunks, training.moments_period
+        self._chunks = cluster.chunks
+        self._moments_period = period_of_moments(
+            training.moments_period, cluster.share, cluster.rate
+        )
         if self._shares:  # so that parts of the moments are whole chunks
             self._chunks = max(self._chunks, 4 * self._moments_period)
         n = cluster.super_learners
