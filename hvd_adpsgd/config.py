@@ -265,7 +265,8 @@ class Config:
         4,
         int,
         "steps",
-        "shared moments: each is exchanged in one of so many steps, or as often as parameters are, if less often",
+        "shared moments: each is exchanged in one of so many steps, or as often as parameters are, if less "
+        "often",
         low=1,
         high=64,
     )

@@ -34,7 +34,7 @@ class AveragedTensors:
         world: the World of this learner.
         spec: what the user wants averaged.
         averaged: (name, tensor) pairs that the strategy averages in place of those that the optimizer trains.
-        rare: returns those of them that are not in every exchange, but in one of spec.config.period_of_moments.
+        rare: returns those of them that are in one of spec.config.period_of_moments exchanges only.
 
     Attributes:
         world: see the arguments.
