@@ -145,7 +145,7 @@ def _option(
 
 
 def period_of_moments(period: int, share: float, exchanges_per_step: float) -> int:
-    """Return in how many exchanges shared moments move once: `period` steps apart, or as often as parameters.
+    """Return in how many exchanges shared moments move once: in fewer where exchanges are few or small.
 
     Args:
         period: the option moments_period.
@@ -264,9 +264,9 @@ class Config:
     moments_period: int = _option(
         4,
         int,
-        "steps",
-        "shared moments: each is exchanged in one of so many steps, or as often as parameters are, if less "
-        "often",
+        "exchanges",
+        "shared moments: each is in one of so many exchanges of a whole model per step; of more where "
+        "exchanges are smaller or fewer",
         low=1,
         high=64,
     )

@@ -22,7 +22,7 @@ class Arrivals(NamedTuple):
 
     def plus(self, later: Arrivals) -> Arrivals:
         """Return these and later ones."""
-        return Arrivals(self.exchanges + later.exchanges, later.pace)
+        return Arrivals(self.exchanges + later.exchanges, later.pace or self.pace)
 
 
 NONE = Arrivals(0.0, 0.0)
@@ -33,9 +33,18 @@ class Pace:
 
     def __init__(self) -> None:
         self._count, self._mean = 0, 0.0
+        self._step: int | None = None
 
-    def after(self, covered: float) -> float:
-        """Return the mean, with a step that has corrected the share `covered`."""
-        self._count = min(self._count + 1, _STEPS)
-        self._mean += (covered - self._mean) / self._count
+    def after(self, covered: float, step: int | None = None) -> float:
+        """Return the mean, with corrections of the share `covered` of all chunks.
+
+        Args:
+            covered: the share.
+            step: number of the step; corrections with the number of the last ones are of the same step.
+        """
+        if step is None or step != self._step:
+            self._count = min(self._count + 1, _STEPS)
+            self._mean *= 1 - 1 / self._count
+        self._step = step
+        self._mean += covered / self._count
         return self._mean

@@ -287,7 +287,7 @@ class Engine:
                 # corrections that exchanges compute after this publish() reach the parameters one step later
                 oldest = step + 1 - self.config.max_staleness
                 self.loop.wait_fresh(oldest, self.config.deadline_s)
-        self.memory.publish()
+        self.memory.publish(step)
 
     def offer(self, step: int, fit: bool = True) -> None:
         """Let the engine average its copy of the model (mirror) with peers; returns at once (leader only).

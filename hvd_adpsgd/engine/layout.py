@@ -8,7 +8,6 @@ more parts can still average the chunks of the parts that both have.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -34,6 +33,9 @@ DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 # Formats of chunks in messages, with the codes of the engine; others travel in the tensors' own type.
 WIRE_CODES = {"float16": 3, "bfloat16": 2, "int8": 4, "int4": 5}
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+_Span = tuple[int, int, int, int, int]  # a row of LayoutPart.spans
 
 
 class Shard(NamedTuple):
@@ -169,22 +171,19 @@ class Layout:
         """
         self._check_names(tensors)
         chunks: list[ChunkSpec] = []
-        spans: list[tuple[int, int, int, int, int]] = []
-        offset = 0
-        for rare, dtype in itertools.product((False, True), DTYPE_CODES):
-            members = [
-                (len(self.tensors) + i, t.count)
-                for i, t in enumerate(tensors)
-                if t.dtype == dtype and t.count and (t.period > 1) == rare
-            ]
-            offset = self._pack(members, dtype, rare, offset, chunks, spans)
-        chunks, spans, offset = self._mine(chunks, spans, offset)
+        spans: list[_Span] = []
+        nbytes = 0
+        for rare in (False, True):  # each shard has a part of both
+            more, places, size = self._mine(*self._packed(tensors, rare))
+            spans += [(t, at, len(chunks) + c, offset, n) for t, at, c, offset, n in places]
+            chunks += [replace(c, offset=nbytes + c.offset) for c in more]
+            nbytes += size
         self.tensors += tensors
         self.period = max([self.period, *(tensor.period for tensor in tensors)])
         self._digest.update("".join(f"{t}\n" for t in tensors).encode() + b"\0")
         part = LayoutPart(
             chunks=tuple(chunks),
-            nbytes=offset,
+            nbytes=nbytes,
             spans=np.array(spans, dtype=np.int64).reshape(-1, 5),
             last_chunk=self.nchunks + len(chunks),
             fingerprint=int.from_bytes(self._digest.digest()[:8], "little") >> 1,
@@ -192,9 +191,25 @@ class Layout:
         self.parts.append(part)
         return part
 
+    def _packed(
+        self, tensors: Sequence[TensorSpec], rare: bool
+    ) -> tuple[list[ChunkSpec], list[_Span], int]:
+        """Lay out the tensors that are rare, or the others; return chunks, spans and bytes."""
+        chunks: list[ChunkSpec] = []
+        spans: list[_Span] = []
+        offset = 0
+        for dtype in DTYPE_CODES:
+            members = [
+                (len(self.tensors) + i, t.count)
+                for i, t in enumerate(tensors)
+                if t.dtype == dtype and t.count and (t.period > 1) == rare
+            ]
+            offset = self._pack(members, dtype, rare, offset, chunks, spans)
+        return chunks, spans, offset
+
     def _mine(
-        self, chunks: list[ChunkSpec], spans: list[tuple[int, int, int, int, int]], nbytes: int
-    ) -> tuple[list[ChunkSpec], list[tuple[int, int, int, int, int]], int]:
+        self, chunks: list[ChunkSpec], spans: list[_Span], nbytes: int
+    ) -> tuple[list[ChunkSpec], list[_Span], int]:
         """Reduce a layout part's chunks, spans and bytes to this shard, numbered as if it were a part.
 
         A chunk belongs to the shard in which its first byte lies.
@@ -234,7 +249,7 @@ class Layout:
         rare: bool,
         offset: int,
         chunks: list[ChunkSpec],
-        spans: list[tuple[int, int, int, int, int]],
+        spans: list[_Span],
     ) -> int:
         """Append chunks and spans of tensors of one dtype, rare or not.
 

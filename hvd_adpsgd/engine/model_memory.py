@@ -43,6 +43,7 @@ class ModelMemory:
             for number in range(shards)
         ]
         # a learner without a shard gets shard 0, but no mirror of shard 0
+        self._counted = [False] * shards  # which shards' exchanges take_arrivals counts, if any
         self.own = self.shards[mine if mine < shards else 0]
 
     # ---- this learner's shard ------------------------------------------------------------------
@@ -106,24 +107,26 @@ class ModelMemory:
                 shard.training = number
 
     def take_arrivals(self) -> Arrivals:
-        """Return what has been applied since the last call: the mean of the shards with corrections."""
+        """Return what has been applied since the last call: the mean of shards, of those with rare chunks."""
         taken = [shard.take_arrivals() for shard in self.shards]
-        found = [each.exchanges for each in taken if each.exchanges]
+        counted = [each for each, i in zip(taken, self._counted, strict=True) if i] or taken
+        found = [each.exchanges for each in counted if each.exchanges]
         exchanges = sum(found) / len(found) if found else 0.0
-        return Arrivals(exchanges, sum(each.pace for each in taken) / len(taken))
+        return Arrivals(exchanges, sum(each.pace for each in counted) / len(counted))
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average `tensors` too: add a part of these tensors to each shard."""
         for shard in self.shards:
             shard.extend(tensors)
+        self._counted = [shard.has_rare for shard in self.shards]
 
     def forget(self, tensors: Sequence[int]) -> None:
         for shard in self.shards:
             shard.forget(tensors)
 
-    def publish(self) -> None:
+    def publish(self, step: int | None = None) -> None:
         for shard in self.shards:
-            shard.publish()
+            shard.publish(step)
 
     def all_met(self, has_joined: Callable[[int], bool] = lambda rank: False) -> None:
         for shard in self.shards:

@@ -159,6 +159,11 @@ class ShardMemory:
         self.training = 0
 
     @property
+    def has_rare(self) -> bool:
+        """Whether a chunk of the shard is in some exchanges of the whole model only."""
+        return any(chunk.rare for part in self.layout.parts for chunk in part.chunks)
+
+    @property
     def leads(self) -> bool:
         """Whether this learner has the engine's copy of the shard (mirror)."""
         return self._leads
@@ -238,11 +243,14 @@ class ShardMemory:
         """
         self.store.forget(np.ascontiguousarray(self._spans[np.isin(self._spans[:, 0], tensors)]))
 
-    def publish(self) -> None:
+    def publish(self, step: int | None = None) -> None:
         """Publish corrections from exchanges to the super learner's learners, unless parameters are being
         copied to the engine.
 
         Its learners may read them after `all_met`; a learner that is alone may read them at once.
+
+        Args:
+            step: number of the trainer's step; None: another one than before.
         """
         if self._leads:
             goes = self.landing is None
@@ -250,7 +258,7 @@ class ShardMemory:
                 self.store.publish()
             self.put_off = not goes and self._gathered()
             exchanges, covered = (self.store.arrivals, self.store.covered) if goes else (0.0, 0.0)
-            pace = self._pace.after(covered)
+            pace = self._pace.after(covered, step)
             self._notes[self._calls % _ROWS] = goes, self.training, exchanges, pace
         self.published = True
         if self._alone:

@@ -135,8 +135,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wire_dtype: "float16" or "bfloat16": models travel in 16 bits. "int8" or "int4": between hosts, their
             differences in 8 or 4 bits. The mean is kept exactly.
         moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
-            in synchronous training; messages are twice as long. "own": each has its own. Default: shared
-            where that is possible.
+            in synchronous training; messages are longer by a quarter. "own": each has its own. Default:
+            shared where that is possible.
         average_gradients: False: the script averages gradients in the super learner before step(), by
             DistributedDataParallel or fully_shard in hvd.super_learner_group(), or by itself. Default: found.
         buffers: also average the floating-point buffers of this module (BatchNorm statistics), or

@@ -21,12 +21,19 @@ def test_rare_chunks_keep_the_promises(period: int) -> None:
         run(replace(scenario, rare_period=period, chunks=scenario.chunks + seed % 7))
 
 
-def exchanges(chunks: int, period: int, share: float, steps: int = 120) -> list[list[int]]:
-    """The chunks of each exchange of two super learners, as the first one merges them."""
+def exchanges(
+    chunks: int,
+    period: int,
+    share: float,
+    steps: int = 120,
+    strategy: str = "random_pairs",
+    n: int = 2,
+) -> list[list[int]]:
+    """The chunks of each exchange of the first super learner, in the order in which it merges them."""
     learner = Learner(rate=1.0, step_s=0.1, spread=0.1, node_s=0.0, deadline_s=5.0)
     scenario = Scenario(
         seed=1,
-        strategy="random_pairs",
+        strategy=strategy,
         steps=steps,
         chunks=chunks,
         later=0,
@@ -40,7 +47,7 @@ def exchanges(chunks: int, period: int, share: float, steps: int = 120) -> list[
         slack=1.0,
         detect_s=1.0,
         leave_deadline_s=5.0,
-        learners=(learner, learner),
+        learners=(learner,) * n,
         share=share,
         rare_period=period,
     )
@@ -84,3 +91,28 @@ def test_with_a_share_every_chunk_has_its_turn(share: float) -> None:
     frequent = sum(counts[chunk] for chunk in range(0, chunks, 2))
     rare = sum(counts[chunk] for chunk in range(1, chunks, 2))
     assert frequent / rare == pytest.approx(period, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "period", "share"),
+    [
+        (8, 4, 1.0),
+        (12, 3, 1.0),
+        (12, 6, 1.0),
+        (24, 2, 0.5),
+        (8, 1, 0.5),
+        (9, 1, 1 / 3),
+        (16, 1, 0.25),
+    ],
+)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_short_schedule_leaves_no_chunk_out(
+    chunks: int, period: int, share: float, n: int
+) -> None:
+    """Windows and peers come in turn; where both cycles have a common divisor, some would never meet."""
+    moved = exchanges(chunks, period, share, 400, "fixed_ring", n)
+    counts = Counter(chunk for window in moved for chunk in window)
+    assert set(counts) == set(range(chunks))
+    for kind in (0, 1):  # the frequent ones, and the rare ones
+        turns = [counts[chunk] for chunk in range(kind, chunks, 2)]
+        assert max(turns) < 2.5 * min(turns)

@@ -12,6 +12,7 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, departed_nbytes
 from hvd_adpsgd.engine.mailbox cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, store
 from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
+from hvd_adpsgd.engine.windows cimport layout_of
 from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WIRE_DOWN, Status, receive, send, test_once
 
 
@@ -88,7 +89,9 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
         return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)
     if m.kind == BYE or m.kind == NEWS:
         return behind == departed_nbytes(e.wire.size) and m.exchange <= e.wire.size
-    if m.kind == BYE_SEEN and m.exchange > e.wire.size or m.kind == YES and m.nchunks > generation(e).nchunks:
+    if m.kind == BYE_SEEN and m.exchange > e.wire.size:
+        return False
+    if m.kind == YES and (m.nchunks > generation(e).nchunks or m.window > layout_of(e, m.nchunks).turn):
         return False
     return ASK <= m.kind <= CUT_SEEN and behind == 0
 

@@ -123,7 +123,7 @@ cdef struct Exchange:
     Generation* layout      # names the chunks of places
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
-    bint whole              # the two sides agreed on all chunks
+    bint whole              # the two sides agreed on a whole exchange
     int next                # the first chunk that is not yet begun; counts from `first`
     int done
     int channel
@@ -134,7 +134,7 @@ cdef struct Exchange:
     double moved            # when a chunk of this exchange was last begun, received, merged or sent
     bint heard              # whether a message of the peer arrived in this turn
     double square           # sum of squared differences of the two models, estimated: see stands_for
-    double elements         # of which it is a sum
+    int64_t elements        # of which it is a sum
     int64_t nbytes
     char* buffers           # buffers in private memory, or NULL
     int set                 # index of the set of buffers in shared memory, or NOBODY

@@ -31,8 +31,7 @@ from hvd_adpsgd.engine.pairs cimport (RETRY_FIRST_S, allocate, become, enlist, f
 from hvd_adpsgd.engine.mailbox cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED, FAULT_LAYOUT, FAULT_MEMORY, FAULT_NONE,
                                      FAULT_WEIGHT, NO_STEP, Event, Orders, add, add_double, latch, load, record,
                                      spend_credit, store, store_count, store_double)
-from hvd_adpsgd.engine.store cimport memory_elements
-from hvd_adpsgd.engine.windows cimport move_on, next_first, open_window, window_of
+from hvd_adpsgd.engine.windows cimport move_on, next_first, open_window, turn_elements, window_of
 from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, Status, receive, send, test_once
 
 cdef enum:
@@ -176,7 +175,7 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
-    move_on(&e.pairs, m.window)
+    move_on(e, m.nchunks, m.window)
     begin(e, x, m.exchange, m.nchunks, m.window, True)
 
 
@@ -362,14 +361,8 @@ cdef void park(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
-    """Return the elements of the model divided by those of this exchange; 1 if it was to move all chunks."""
-    cdef int64_t elements = 0
-    cdef int c
-    if x.whole:
-        return 1.0
-    for c in range(x.total):
-        elements += memory_elements(e.memory, c)
-    return elements / x.elements
+    """Return the elements of a whole exchange divided by those of this one; 1 if it was to be whole."""
+    return 1.0 if x.whole else turn_elements(e, x) / x.elements
 
 
 cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
@@ -399,7 +392,7 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
         add(&e.mailbox.counters.compared, 1)
         square = x.square * of_whole_model(e, x)
         add_double(&e.mailbox.counters.square, square)
-        add(&e.mailbox.counters.square_elements, <int64_t>x.elements)
+        add(&e.mailbox.counters.square_elements, x.elements)
         store_double(&e.mailbox.counters.last_square, square)
     store_count(&e.mailbox.met[x.peer], e.mailbox.met[x.peer] + 1)
     record(&e.mailbox, event)

@@ -375,7 +375,7 @@ cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double be
     cdef int64_t stale = max(step, lane.step) + 1 - lane.step
     cdef Event event = [EVENT_MERGED, x.peer, lane.chunk, x.number, x.active, square, began, now(e), lane.nbytes, lane.step]
     x.square += square * stands_for(x, lane.index)
-    x.elements += memory_elements(e.memory, lane.chunk) * stands_for(x, lane.index)
+    x.elements += memory_elements(e.memory, lane.chunk)
     add(&e.mailbox.counters.chunks, 1)
     add(&e.mailbox.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
     record(&e.mailbox, event)

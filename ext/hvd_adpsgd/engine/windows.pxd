@@ -1,5 +1,5 @@
 # Which chunks of the model an exchange moves.
-from hvd_adpsgd.engine.core cimport Core, Exchange, Generation, Pairs
+from hvd_adpsgd.engine.core cimport Core, Exchange, Generation
 
 cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1
 cdef int window_of(Core* e, int total) noexcept nogil
@@ -7,4 +7,6 @@ cdef int next_first(Core* e, int total) noexcept nogil
 cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogil
 cdef int chunk_of(Exchange* x, int index) noexcept nogil
 cdef double stands_for(Exchange* x, int index) noexcept nogil
-cdef void move_on(Pairs* p, int window) noexcept nogil
+cdef double turn_elements(Core* e, Exchange* x) noexcept nogil
+cdef void move_on(Core* e, int total, int window) noexcept nogil
+cdef Generation* layout_of(Core* e, int total) noexcept nogil

@@ -19,6 +19,7 @@ from libc.stdlib cimport calloc
 
 from hvd_adpsgd.engine.core cimport Core, Exchange, Generation, Pairs
 from hvd_adpsgd.engine.mailbox cimport load
+from hvd_adpsgd.engine.store cimport memory_elements
 
 
 cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1:
@@ -72,7 +73,7 @@ cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogi
     x.total = total
     x.first %= max(1, x.layout.turn * x.layout.period)
     x.nchunks = window
-    x.whole = window == total
+    x.whole = window == min(total, x.layout.turn)
 
 
 cdef int chunk_of(Exchange* x, int index) noexcept nogil:
@@ -95,9 +96,39 @@ cdef double stands_for(Exchange* x, int index) noexcept nogil:
     return <double>(layout.nchunks - layout.frequent) / (layout.turn - layout.frequent)
 
 
-cdef void move_on(Pairs* p, int window) noexcept nogil:
+cdef double turn_elements(Core* e, Exchange* x) noexcept nogil:
+    """Return the elements of an exchange of the whole model, in the mean of all rounds."""
+    cdef Generation* layout = x.layout
+    cdef int64_t frequent = 0, rare = 0
+    cdef int i
+    for i in range(x.total if layout.order == NULL else layout.nchunks):
+        if layout.order == NULL:
+            frequent += memory_elements(e.memory, i)
+        elif i < layout.frequent:
+            frequent += memory_elements(e.memory, layout.order[i])
+        else:
+            rare += memory_elements(e.memory, layout.order[i])
+    if rare == 0:
+        return <double>frequent
+    return frequent + <double>rare * (layout.turn - layout.frequent) / (layout.nchunks - layout.frequent)
+
+
+cdef int64_t common(int64_t a, int64_t b) noexcept nogil:
+    """Return the greatest common divisor of two numbers, at least 1."""
+    while b:
+        a, b = b, a % b
+    return max(1, a)
+
+
+cdef void move_on(Core* e, int total, int window) noexcept nogil:
     """Let our next window begin behind one of `window` chunks, so that each chunk has its turn.
 
-    After each pass through the schedule it skips one window: else a peer could always get the same chunks."""
+    When both the windows of all places and the schedule have begun anew, one window is skipped: else a peer
+    could always get the same chunks."""
+    cdef Generation* layout = layout_of(e, total)
+    cdef Pairs* p = &e.pairs
+    cdef int64_t places = <int64_t>layout.turn * layout.period, length = max(1, p.schedule_length)
+    cdef int64_t cycle = places // common(places, window)
+    cycle = max(1, length // common(length, cycle) * cycle)
     p.windows += 1
-    p.position += window if p.windows % max(1, p.schedule_length) else 2 * window
+    p.position += window if p.windows % cycle else 2 * window

@@ -90,12 +90,9 @@ class EngineRun:
         self._budget, self._progress = training.budget, training.progress
         strategy = parse(cluster.strategy)
         self._shares = training.moments != "own" and strategy.is_gossip
-        self._chunks = cluster.chunks
         self._moments_period = period_of_moments(
             training.moments_period, cluster.share, cluster.rate
         )
-        if self._shares:  # so that parts of the moments are whole chunks
-            self._chunks = max(self._chunks, 4 * self._moments_period)
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]
@@ -122,8 +119,9 @@ class EngineRun:
             parse(c.strategy).plan(number, n),
             c.rate * c.share,
             c.seed,
-            self._chunks,
+            c.chunks,
             self._training_number if self._shares else None,
+            self._moments_period,
         )
 
     def _newcomer(self, process: int, number: int) -> Any:

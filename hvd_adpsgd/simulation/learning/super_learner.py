@@ -45,6 +45,7 @@ class SuperLearner:
         seed: the run's seed.
         chunks: least number of chunks.
         training: returns how many super learners train, which share their moments; None: they do not.
+        moments_period: shared moments are in one of so many exchanges.
 
     Attributes:
         number, model, optimizer, schedule, rule: its parts.
@@ -67,6 +68,7 @@ class SuperLearner:
         seed: int,
         chunks: int,
         training: Callable[[], int] | None = None,
+        moments_period: int = 1,
     ):
         self.number, self.model, self._task, self._seed = number, model.train(), task, seed
         named = trained(model)
@@ -81,6 +83,9 @@ class SuperLearner:
             self.rule = make_rule(plan.rule, named, rate)
             kind = adaptive(self.optimizer)
             if training is not None and isinstance(kind, Adaptive):
+                chunks = max(
+                    chunks, 4 * moments_period
+                )  # so that parts of moments are whole chunks
                 self.rule = SharedMoments(
                     named,
                     lambda: self.optimizer,

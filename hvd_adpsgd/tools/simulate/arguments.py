@@ -243,7 +243,7 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         "--moments-period",
         type=int,
         metavar="K",
-        help="as HVD_ADPSGD_MOMENTS_PERIOD: an exchange moves one of K parts of shared moments (default "
+        help="as HVD_ADPSGD_MOMENTS_PERIOD: shared moments are in one of K exchanges (default "
         f"{TRAIN_DEFAULTS['moments_period']})",
     )
     group.add_argument(
