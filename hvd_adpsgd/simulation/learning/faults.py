@@ -48,7 +48,9 @@ def checked(faults: Sequence[Fault], n: int, kinds: Sequence[str], strategy: str
         for peer in fault.peers:
             in_bound(f"{where}: a peer", peer, (0, n - 1), _CURE)
             if peer == fault.who and fault.kind in _WITH_PEER:
-                raise ConfigError(f"{where}: super learner {peer} is its own peer. {_CURE}")
+                raise ConfigError(
+                    f"{where}: super learner {peer} is its own peer. Name another one."
+                )
         if fault.kind in _WITH_PEER:
             in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), _CURE)
     return faults

@@ -361,7 +361,11 @@ def _check_moments(
             "of torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
         )
     if strategy.is_gossip and any("betas" in group for group in optimizer.param_groups):
-        log.warning("moments are not shared by super learners: %s; --moments own is silent", found)
+        log.warning(
+            "moments are not shared by super learners: %s. Use torch's Adam or AdamW; moments=own "
+            "(--moments own) silences this line.",
+            found,
+        )
 
 
 def _require_room(n: int, most: int, largest: int, streams: bool) -> None:
