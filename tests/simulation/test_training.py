@@ -500,6 +500,20 @@ def command(tmp_path: Path, *arguments: str) -> list[str]:
     ]
 
 
+def test_costs_of_averaging_lengthen_steps(tmp_path: Path) -> None:
+    """With --calibration; 0.1 s here, as long as a step."""
+    parameters = sum(p.numel() for p in Task.from_file(EXAMPLE).new_model().parameters())
+    costs = {"step_s_per_byte": 0.1 / (4 * parameters), "chunk_s_per_byte": 0.0}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    found = []
+    for more in ((), ("--calibration", str(tmp_path / "costs.json"))):
+        told = tmp_path / "told.json"
+        assert simulate.main(command(tmp_path, "--step", "100ms", *more, "--json", str(told))) == 0
+        found.append(json.loads(told.read_text())["runs"][0])
+    free, costly = found
+    assert costly["steps_per_s"] == pytest.approx(free["steps_per_s"] / 2, rel=0.2)
+
+
 def test_the_command_writes_the_same_json_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
