@@ -265,8 +265,8 @@ class Config:
         4,
         int,
         "exchanges",
-        "shared moments: each is in one of so many exchanges of a whole model per step; of more where "
-        "exchanges are smaller or fewer",
+        "shared moments are in one of so many exchanges; in more if exchange_share or exchanges_per_step is "
+        "below 1",
         low=1,
         high=64,
     )

@@ -6,9 +6,9 @@
     python -m examples.studies.moments --table                   what --out holds, once more
 
 A scheme is a strategy or a baseline, followed by @own or @shared for the option `moments`; @shared:4 adds
-`moments_period`. Each trains the
-byte-level transformer of examples/byte_transformer.py, or with `--model acoustic` the acoustic model of the
-easy speech task, at each rate, with each seed: equal starts and batches.
+`moments_period`. Each trains the byte-level transformer of examples/byte_transformer.py, or with
+`--model acoustic` the acoustic model of the easy speech task, at each rate, with each seed: equal starts and
+batches.
 Printed is, for each n, batch, optimizer and scheme, the held-out loss of the mean model at its best rate, and
 its difference from synchronous training at that one's best rate, with a 95 % interval over seeds (Student's
 t). A best rate at an end of the grid is marked: widen the grid. Written to --out: runs.json and moments.png,

@@ -27,7 +27,7 @@ from typing import IO, Any
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
-__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "lines", "of_lines", "read"]
+__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "lines", "of_lines", "plain", "read"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -186,17 +186,17 @@ def thinned(lines: Sequence[str]) -> list[str]:
 
 
 def _line(kind: str, fields: Mapping[str, Any]) -> str:
-    return json.dumps({"kind": kind, **_plain(fields)}, separators=(",", ":"), allow_nan=False)
+    return json.dumps({"kind": kind, **plain(fields)}, separators=(",", ":"), allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert a value for JSON; numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     return value
 
 
@@ -290,7 +290,7 @@ def lines(run: Run, newest: int) -> Iterator[str]:
         run: the run.
         newest: number of reports of each super learner that are yielded, the newest ones.
     """
-    about = {**_plain(run.about), "joining": False}
+    about = {**plain(run.about), "joining": False}
     for i, track in run.tracks.items():
         own = {"super_learner": i, "name": track.name, "every_s": track.every_s}
         began_s = track.reports[0].time_s if track.reports else 0.0

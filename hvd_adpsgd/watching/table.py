@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvd_adpsgd.watching.record import Run, Track
+from hvd_adpsgd.watching.record import Run, Track, plain
 from hvd_adpsgd.watching.reports import Report, main_scalar
 from hvd_adpsgd.watching.svg import can_draw
 
@@ -59,10 +59,8 @@ class Row:
         """Return the row as a dict for JSON, without `losses`; numbers that are not finite become None."""
         found = asdict(self)
         del found["losses"]
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in found.items()
-        }
+        row: dict[str, Any] = plain(found)
+        return row
 
 
 def rows(run: Run, now_s: float) -> list[Row]:

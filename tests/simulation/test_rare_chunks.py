@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from hvd_adpsgd.simulation.planner import Cluster, job_of
 from hvd_adpsgd.simulation.scenario import Learner, Scenario, run
 
 MERGED, OVER = re.compile(r"merges chunk (\d+) with"), re.compile(r"exchange \d+ with \d+ is over")
@@ -116,3 +118,20 @@ def test_a_short_schedule_leaves_no_chunk_out(
     for kind in (0, 1):  # the frequent ones, and the rare ones
         turns = [counts[chunk] for chunk in range(kind, chunks, 2)]
         assert max(turns) < 2.5 * min(turns)
+
+
+@pytest.mark.parametrize(("period", "each"), [(1, 8), (4, 2)])
+def test_the_distance_counts_rare_chunks_that_an_exchange_has_left_out(
+    period: int, each: int
+) -> None:
+    """Of 8 frequent chunks, 3 apart, and 8 rare ones, 5 apart, four elements each."""
+    models = [np.zeros((16, 4)), np.repeat([[3.0], [5.0]] * 8, 4, axis=1)]
+    cluster = Cluster(2, 64, 0.1, 1e9, 1e-5)
+    rare = (range(1, 16, 2), period) if period > 1 else ((), 1)
+    job = job_of(cluster, models, bytes_scale=1.0, rare=rare)
+    while not job.loop_of(0).counters()["compared"]:
+        job.run_for(0.01)
+    counters = job.loop_of(0).counters()
+    assert counters["compared"] == 1
+    assert counters["chunks"] == 8 + each
+    assert counters["square"] == pytest.approx(8 * 4 * 9 + 8 * 4 * 25)

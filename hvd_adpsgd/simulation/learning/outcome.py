@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from hvd_adpsgd.watching.record import plain
 
 __all__ = ["Outcome", "Point", "digest_of"]
 
@@ -78,21 +79,12 @@ class Outcome:
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("model", "points")]
         points = [dataclasses.asdict(point) for point in self.points]
         found = {**{name: getattr(self, name) for name in names}, "points": points}
-        told: dict[str, Any] = _told(found)
+        told: dict[str, Any] = plain(found)
         return told
 
     def to_json(self) -> str:
         """Return all but the model as a JSON object."""
         return json.dumps(self.to_dict(), indent=1)
-
-
-def _told(value: Any) -> Any:
-    """Replace numbers that JSON does not have: NaN and infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _told(each) for key, each in value.items()}
-    return [_told(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def digest_of(model: torch.nn.Module) -> str:
