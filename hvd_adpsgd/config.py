@@ -209,6 +209,14 @@ class Config:
         low_open=True,
         high=1,
     )
+    prefer_fast_peers: float = _option(
+        0.0,
+        float,
+        "of the asks",
+        "of the next three peers the one with the fastest exchanges is asked, in this part of the asks",
+        low=0,
+        high=0.95,
+    )
     inner: str | None = _option(
         None,
         str,

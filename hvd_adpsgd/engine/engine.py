@@ -166,6 +166,8 @@ class Engine:
             config.timeline is not None,
         )
         loop.move_share(config.first_share)
+        if config.prefer_fast_peers > 0:
+            loop.prefer_fast(config.prefer_fast_peers)
         if config.report_s > 0:
             loop.share_reports(config.report_s)
         return loop

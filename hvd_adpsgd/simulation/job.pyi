@@ -44,6 +44,7 @@ class Job:
         local: LocalUpdates | None = None,
         rare: Sequence[int] = (),
         rare_period: int = 1,
+        prefer: float = 0.0,
     ) -> None: ...
     def add(
         self,

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 from hvd_adpsgd.engine.wire import AnyClock, AnyWire
 
 class Network:
@@ -17,6 +19,7 @@ class Network:
         late_control: float = 0.0,
         streams: bool = False,
     ) -> None: ...
+    def slow_paths(self, slowness: Sequence[Sequence[float]]) -> None: ...
     def messages(self) -> list[tuple[float, float, int, int, int, int, int, int]]: ...
 
 class SimulatedWire(AnyWire):

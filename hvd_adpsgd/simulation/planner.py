@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation import slow_links
 from hvd_adpsgd.simulation.bounds import SEED, Bound, in_bound
 from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.simulation.chance import Chance
@@ -60,6 +61,10 @@ BOUNDS: dict[str, Bound] = {
     "share": (1e-3, 1.0),
     "max_overhead": (0.0, 1.0),
     "slow_factor": (1.0, 1e6),
+    "prefer": (0.0, 1.0),
+    "slow_links": (0.0, 1.0),
+    "slow_links_factor": (1.0, 1e6),
+    "racks_factor": (1.0, 1e6),
     "failures_per_hour": (0.0, 1e6),
     "spread": (0.0, 1.0),
     "chunks": (1, 10**4),
@@ -81,6 +86,11 @@ OPTIONS = {  # command-line option of `simulate` for each attribute of Cluster
     "max_staleness": "--max-staleness",
     "slow": "--slow",
     "slow_factor": "--slow",
+    "prefer": "--prefer-fast-peers",
+    "slow_links": "--slow-links",
+    "slow_links_factor": "--slow-links",
+    "racks": "--racks",
+    "racks_factor": "--racks",
     "failures_per_hour": "--fail",
     "seed": "--random-seed",
 }
@@ -104,6 +114,10 @@ class Cluster:
         wire: format of chunks in messages, a wire_dtype; "": that of the parameters.
         max_staleness: the option of this name; 0: no bound.
         slow: number of super learners whose steps take `slow_factor` times as long.
+        slow_links, slow_links_factor: share of the pairs of super learners between which chunks take so many
+            times as long.
+        racks, racks_factor: number of racks, and how many times as long chunks take between them.
+        prefer: the option prefer_fast_peers.
         failures_per_hour: failure rate of one super learner. In a plan failed ones are not replaced.
         spread: largest relative difference of a step from `step_s`.
         chunks: number of chunks that stand for the model; raised to 1 / the smallest share if smaller.
@@ -127,6 +141,11 @@ class Cluster:
     max_staleness: int = 0
     slow: int = 0
     slow_factor: float = 1.0
+    slow_links: float = 0.0
+    slow_links_factor: float = 1.0
+    racks: int = 1
+    racks_factor: float = 1.0
+    prefer: float = 0.0
     failures_per_hour: float = 0.0
     spread: float = 0.05
     chunks: int = 4
@@ -136,7 +155,11 @@ class Cluster:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        bounds: dict[str, Bound] = {**BOUNDS, "slow": (0, self.super_learners)}
+        bounds: dict[str, Bound] = {
+            **BOUNDS,
+            "slow": (0, self.super_learners),
+            "racks": (1, self.super_learners),
+        }
         for name, bound in bounds.items():
             in_bound(
                 f"a cluster: {name} ({OPTIONS.get(name, 'no option')})", getattr(self, name), bound
@@ -165,6 +188,21 @@ class Cluster:
         return 4 * self.parameters
 
     @property
+    def has_slow_links(self) -> bool:
+        """Whether some links are slower than others."""
+        return bool(
+            (self.slow_links and self.slow_links_factor > 1)
+            or (self.racks > 1 and self.racks_factor > 1)
+        )
+
+    @functools.cached_property
+    def slowness(self) -> npt.NDArray[np.float64]:
+        """How many times as long chunks take between super learners as on their links, shape (n, n)."""
+        n = self.super_learners
+        pairs = slow_links.of_pairs(n, self.slow_links, self.slow_links_factor, self.seed)
+        return np.maximum(pairs, slow_links.of_racks(n, self.racks, self.racks_factor))
+
+    @property
     def averaging_step_s(self) -> float:
         """Seconds that averaging adds to each step of the trainer; 0 without a calibration."""
         return self.calibration.step_s_per_byte * self.model_nbytes if self.calibration else 0.0
@@ -189,6 +227,7 @@ class Outcome:
         staleness: number of merged chunks by their staleness in steps.
         decay: decay rate of the squared distance from the mean, per exchange of a super learner; None if
             unknown.
+        decay_per_s: the same per second.
         decay_in_theory: for random pairs, see theoretical_decay; None if no closed form is known.
         distances: (exchanges per super learner, squared distance of the models from their mean as a share of
             the distance at the start).
@@ -206,6 +245,7 @@ class Outcome:
     staleness_99: int
     staleness: list[int]
     decay: float | None
+    decay_per_s: float | None
     decay_in_theory: tuple[float, float] | None
     distances: list[tuple[float, float]]
     bytes_per_s: tuple[float, float]
@@ -296,6 +336,8 @@ def job_of(
         room=0 if joining is None else most * (largest or c.super_learners + 1),
         streams=streams,
     )
+    if c.has_slow_links:
+        network.slow_paths(c.slowness.tolist())
     rounds, tables = rounds_of(c.strategy, c.super_learners)
     means = None
     if rounds is not None and rounds.peers is None:
@@ -319,6 +361,7 @@ def job_of(
         local=local,
         rare=rare[0],
         rare_period=rare[1],
+        prefer=c.prefer,
     )
     if c.max_overhead:
         chunks = len(models[0])
@@ -365,10 +408,17 @@ def failure_times(c: Cluster) -> list[tuple[int, float]]:
 # ---- what is measured ---------------------------------------------------------------------------
 
 
+def _measured_s(c: Cluster) -> float:
+    """Return the seconds in which distances are measured: 40 steps, or exchanges if these take longer."""
+    exchange_s = (
+        float(c.slowness.mean()) * c.model_nbytes / c.bytes_per_s if c.has_slow_links else 0.0
+    )
+    return min(40 * max(c.step_s, exchange_s), 60 * c.minutes)
+
+
 def _parts(c: Cluster) -> Iterator[tuple[float, bool]]:
-    """Cut the simulated time into parts; yield (seconds, whether in the first 40 steps) for each part."""
-    seconds = 60 * c.minutes
-    measured_s = min(40 * c.step_s, seconds)
+    """Cut the simulated time into parts; yield (seconds, whether the distance is measured) for each part."""
+    seconds, measured_s = 60 * c.minutes, _measured_s(c)
     yield from [(measured_s / 20, True)] * 20
     if seconds > measured_s:
         yield from [((seconds - measured_s) / 100, False)] * 100
@@ -385,6 +435,12 @@ def _relative(distances: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     """Return the squared distances as shares of the first one."""
     first = distances[0][1]
     return [(count, square / first if first > 0 else 0.0) for count, square in distances]
+
+
+def _over_time(c: Cluster, distances: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the squared distances over seconds."""
+    part_s = _measured_s(c) / len(distances)
+    return [((i + 1) * part_s, square) for i, (_, square) in enumerate(distances)]
 
 
 def _decay(distances: Sequence[tuple[float, float]]) -> float | None:
@@ -427,6 +483,8 @@ def _outcome(
     sent, _, peers = np.array(job.traffic(), dtype=np.float64).T
     rates = sent / np.maximum(lived_s, 1e-9)  # a super learner may fail at time 0
     n = c.super_learners
+    # with 16 bits models come no closer than rounding lets them
+    decay = None if c.wire else _decay(distances)
     return Outcome(
         # the first step is shorter, so made steps / expected steps may exceed 1
         steps_kept=min(float(steps.sum() / (n * seconds / c.step_s)), 1.0),
@@ -435,9 +493,8 @@ def _outcome(
         staleness_mean=float(np.arange(staleness.size) @ staleness / total),
         staleness_99=int(np.searchsorted(np.cumsum(staleness), 0.99 * total)),
         staleness=staleness.tolist(),
-        decay=None
-        if c.wire
-        else _decay(distances),  # models come no closer than rounding lets them
+        decay=decay,
+        decay_per_s=None if decay is None else _decay(_over_time(c, distances)),
         decay_in_theory=theoretical_decay(n, c.share)
         if parse(c.strategy).name == "random_pairs"
         else None,
@@ -480,9 +537,12 @@ def synchronous_goodput(
 
 
 def allreduce_s(c: Cluster) -> float:
-    """Seconds of a ring all-reduce of the model."""
+    """Seconds of a ring all-reduce of the model, in the order of ranks."""
     n = c.super_learners
-    return 2 * (n - 1) / n * c.model_nbytes / c.bytes_per_s + 2 * math.log2(n) * c.latency_s
+    slowest = slow_links.of_ring(c.slowness) if c.has_slow_links else 1.0
+    return (
+        slowest * 2 * (n - 1) / n * c.model_nbytes / c.bytes_per_s + 2 * math.log2(n) * c.latency_s
+    )
 
 
 def checkpoint_interval_s(c: Cluster, checkpoint_s: float) -> float:

@@ -76,6 +76,7 @@ BOUNDS: dict[str, Bound] = {
     "late": (0.0, 1.0),
     "late_control": (0.0, 1.0),
     "rare_period": (1, 64),
+    "prefer": (0.0, 1.0),
     "bytes_per_s": (1e-3, 1e15),
     "slack": (0.0, 1e6),
     "detect_s": TIME,
@@ -179,6 +180,7 @@ class Scenario:
         shown: whether super learners of one host read each other's models directly in shared memory.
         reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
         rare_period: chunks with odd numbers move in every so-manyth exchange only.
+        prefer: the option prefer_fast_peers.
     """
 
     seed: int
@@ -205,6 +207,7 @@ class Scenario:
     shown: bool = False
     late_control: float = 0.0
     rare_period: int = 1
+    prefer: float = 0.0
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -611,6 +614,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         exchange_share=s.share,
         rare=range(1, s.chunks + s.later, 2) if s.rare_period > 1 else (),
         rare_period=s.rare_period,
+        prefer=s.prefer,
     )
     _add_learners(job, s)
     if s.hosts:

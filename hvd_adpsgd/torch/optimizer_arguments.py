@@ -85,6 +85,7 @@ def make_spec(
         inner_process_set(process_set, world)
     _require_wire(strategy, config, world)
     _require_pairs(strategy, config, world)
+    _require_schedule(strategy, config, world)
     if buffers is not None:
         strategy.refuse("buffers=")
     if inner["op"] == horovod.Adasum:
@@ -260,6 +261,15 @@ def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
         raise ConfigError(
             f"exchange_share={config.exchange_share:g} with averaging={strategy.spec()}: a mean of "
             "all is one of whole models. Leave exchange_share out, or use a strategy of pairs."
+        )
+
+
+def _require_schedule(strategy: Strategy, config: Config, world: World) -> None:
+    """Raise ConfigError if prefer_fast_peers is set for a strategy that is not plain gossip."""
+    if world.super_size > 1 and config.prefer_fast_peers > 0 and not strategy.is_gossip:
+        raise ConfigError(
+            f"prefer_fast_peers={config.prefer_fast_peers:g} with averaging={strategy.spec()}, which is no "
+            "plain gossip. Leave it out, or use random_pairs, fixed_ring or random_ring."
         )
 
 

@@ -67,6 +67,7 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
         "HVD_ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_SAME_HOST": same_host,
+        "HVD_ADPSGD_PREFER_FAST_PEERS": "0.9" if same_host == "mpi" else "0",
     }
     result = run_learners(3, SHARES, args=[str(share), wire], env=env).checked()
     moved = math.ceil(WHOLE * share)  # chunks; one of them may be the last one, which is shorter
@@ -90,6 +91,7 @@ WRONG = """
     for share, averaging in (
         (0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs"),
         ("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs"),
+        (1.0, "delay_by_one"),
     ):
         try:
             hvd.DistributedOptimizer(
@@ -105,11 +107,13 @@ WRONG = """
 
 
 def test_a_share_that_makes_no_sense_is_refused() -> None:
-    result = run_learners(4, WRONG, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}).checked()
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_PREFER_FAST_PEERS": "0.9"}
+    result = run_learners(4, WRONG, env=env).checked()
     for facts in result.by_rank():
-        assert len(facts["told"]) == 6
+        assert len(facts["told"]) == 7
         assert "exchange_share=0.5 with averaging=delay_by_one" in facts["told"][0]
         assert "exchange_share=auto with averaging=delay_by_one" in facts["told"][3]
         assert "random_pairs" in facts["told"][4]
         assert "auto, or > 0 and <= 1" in facts["told"][5]
-        assert all("exchange_share" in told for told in facts["told"])
+        assert all("exchange_share" in told for told in facts["told"][:6])
+        assert "prefer_fast_peers=0.9 with averaging=delay_by_one" in facts["told"][6]

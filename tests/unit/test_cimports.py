@@ -29,6 +29,7 @@ ORDER = (
     "control",
     "departures",
     "pairs",
+    "partners",
     "lanes",
     "exchange",
     "mean",

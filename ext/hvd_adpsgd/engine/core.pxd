@@ -7,7 +7,7 @@
 #     membership      states of the peers, and departures (membership.pyx)
 #     control         control messages that are being received or sent (control.pyx)
 #     reports         the newest status report of each super learner (reports.pyx)
-#     pairs           exchanges with one peer (pairs.pyx, lanes.pyx, exchange.pyx)
+#     pairs           exchanges with one peer (pairs.pyx, lanes.pyx, partners.pyx, exchange.pyx)
 #     mean            the exact mean of all models (mean.pyx)
 from libc.stdint cimport int64_t, uint64_t
 
@@ -148,6 +148,9 @@ cdef struct Pairs:
     int* schedule
     int64_t schedule_length
     int64_t cursor
+    double prefer           # probability with which the fastest of the next peers is asked
+    double* seconds_of      # by rank: seconds per chunk of latest exchanges, 0 before the first; NULL: not needed
+    uint64_t luck           # state of a random generator
     double weight
     int wire_type           # element type of chunks on the wire, -1: the model's element type
     int bits                # 4 or 8: chunks go over the wire in so many bits per element; 0: as wire_type

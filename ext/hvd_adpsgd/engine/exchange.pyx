@@ -26,6 +26,7 @@ from hvd_adpsgd.engine.departures cimport answer, departed_in, note_answer
 from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
 from hvd_adpsgd.engine.membership cimport (ALIVE, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
                                            set_peer)
+from hvd_adpsgd.engine.partners cimport choose, eligible, note_speed
 from hvd_adpsgd.engine.pairs cimport (RETRY_FIRST_S, allocate, become, enlist, find, has_room, posted, release_side, retire,
                                       return_buffers, sweep, transfer_failed)
 from hvd_adpsgd.engine.mailbox cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED, FAULT_LAYOUT, FAULT_MEMORY, FAULT_NONE,
@@ -366,7 +367,7 @@ cdef double of_whole_model(Core* e, Exchange* x) noexcept nogil:
 
 
 cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
-    """Count what an exchange has used of our link.
+    """Count what an exchange has used of our link, and how fast its peer is.
 
     A peer behind a slow link lengthens an exchange as a slow link of ours does. But ours lengthens all of them:
     an exchange counts at most twice as much per chunk as the one before."""
@@ -374,6 +375,7 @@ cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
     cdef double each = seconds / max(1, x.nchunks)
     p.pace = min(each, 2 * p.pace) if p.pace > 0 else each
     add_double(&e.mailbox.counters.link_s, p.pace * x.nchunks)
+    note_speed(e, x.peer, each)
 
 
 cdef void finish(Core* e, Exchange* x) noexcept nogil:
@@ -402,25 +404,6 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
 
 
 # ---- asking ------------------------------------------------------------------------------
-
-cdef bint eligible(Core* e, int peer) noexcept nogil:
-    return (peer >= 0 and peer != e.wire.rank and e.membership.states[peer] == ALIVE
-            and find(e, peer) == NULL and has_room(e, peer))
-
-
-cdef int choose(Core* e) noexcept nogil:
-    """Return the next peer of the schedule that can be asked, or NOBODY."""
-    cdef Pairs* p = &e.pairs
-    cdef int64_t tries = min(p.schedule_length, 64)
-    cdef int peer
-    while tries > 0:
-        peer = p.schedule[p.cursor % p.schedule_length]
-        p.cursor += 1
-        tries -= 1
-        if eligible(e, peer):
-            return peer
-    return NOBODY
-
 
 cdef bint due(Core* e, Orders* orders) noexcept nogil:
     """Whether to ask a peer now: if the credit suffices, or if the trainer has named a peer to ask."""

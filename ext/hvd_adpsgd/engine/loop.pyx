@@ -22,6 +22,7 @@ from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_in
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
 from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
+from hvd_adpsgd.engine.partners cimport open_speeds
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
 from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
@@ -461,6 +462,11 @@ cdef class Loop:
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.share = share
         pthread_mutex_unlock(&e.mailbox.gate)
+
+    def prefer_fast(self, double prefer):
+        """Ask the fastest of the next peers of the schedule with probability `prefer`; before start."""
+        if not open_speeds(&self.core.pairs, self.core.wire.rank, self.core.wire.size, prefer):
+            raise MemoryError("no memory for the averaging engine")
 
     def share_reports(self, double every_s):
         """Exchange reports with peers, a message every `every_s` seconds; before start."""

@@ -116,6 +116,7 @@ cdef void close_pairs(Pairs* p) noexcept:
     cdef Exchange* x
     cdef int i
     free(p.schedule)
+    free(p.seconds_of)
     free(p.neighbours)
     for i in range(SPARES):
         free(p.spares[i])

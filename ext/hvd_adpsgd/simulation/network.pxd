@@ -72,6 +72,10 @@ cdef struct Link:           # the network as one engine sees it
     int64_t sent_bytes      # bytes sent so far, those that wait for the link included
     int64_t sent_messages
 
+cdef struct Path:           # the way of chunks from one process to another, behind the sender's link
+    double slowness         # times the seconds of the sender's link; 1: not slower
+    double free_at
+
 cdef struct Rules:          # how the network behaves; see Network
     double latency_s
     double jitter           # largest random addition to the latency, as a fraction of it
@@ -112,6 +116,8 @@ cdef struct Net:
     Rules rules
     Link* links             # by engine
     Cut* cuts
+    Path* paths             # [src * npaths + dst], by process; NULL: none is slower than the links
+    int npaths
     Stream* streams         # [src * n + dst]; NULL: connections do not end, and channels may pass each other
     Posts posts             # posts of streams
     Post** made             # all posts that were allocated

@@ -91,7 +91,7 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
     cdef Envelope** end = &net.links[m.dst].coming
     if m.channel >= DATA:                   # small messages do not wait for the chunks on the link
         link.free_at = starts + m.nbytes * net.rules.bytes_scale / link.bytes_per_s
-        starts = link.free_at
+        starts = max(link.free_at, through_path(net, m, starts, link.free_at - starts))
     else:
         starts = net.now_s
     m.arrives = starts + net.rules.latency_s * (1.0 + net.rules.jitter * uniform(&net.chance))
@@ -107,6 +107,18 @@ cdef void schedule(Net* net, Link* link, Envelope* m) noexcept nogil:
         end = &end[0].next_one
     end[0] = m
     enter(net, m.arrives, ARRIVAL, m.dst, m)
+
+
+cdef double through_path(Net* net, Envelope* m, double starts, double seconds) noexcept nogil:
+    """Return when a chunk, sent in `seconds` from `starts` on, has passed the path to its receiver; 0: it is as fast."""
+    cdef int src = net.links[m.src].process, dst = net.links[m.dst].process
+    cdef Path* path
+    if net.paths == NULL or max(src, dst) >= net.npaths:
+        return 0
+    path = &net.paths[src * net.npaths + dst]
+    if path.slowness > 1:
+        path.free_at = max(starts, path.free_at) + path.slowness * seconds
+    return path.free_at
 
 
 cdef inline bint follows(Net* net, Envelope* later, Envelope* m) noexcept nogil:
@@ -551,6 +563,7 @@ cdef class Network:
             cut = net.cuts
             net.cuts = cut.next_one
             free(cut)
+        free(net.paths)
         free(net.trace)
         free(net.calendar)
 
@@ -560,6 +573,20 @@ cdef class Network:
         link.net = &self.net
         link.first, link.size, link.process = first, size, process
         link.bytes_per_s = self.net.rules.bytes_per_s
+
+    def slow_paths(self, slowness):
+        """Let chunks take longer than on their sender's link.
+
+        Args:
+            slowness: how many times as long, [from process][to process].
+        """
+        cdef Net* net = &self.net
+        cdef int i, j
+        net.npaths = len(slowness)
+        net.paths = <Path*>calloc(net.npaths * net.npaths, sizeof(Path))
+        for i in range(net.npaths):
+            for j in range(net.npaths):
+                net.paths[i * net.npaths + j].slowness = slowness[i][j]
 
     def messages(self):
         """Return the trace: [(sent at, arrives at, from process, to process, channel, bytes, kind, number)].

@@ -137,6 +137,7 @@ cdef class JobState:
     cdef int max_staleness      # 0: no bound
     cdef double reports_s       # 0: no reports
     cdef double exchange_share
+    cdef double prefer          # probability with which an engine asks the fastest of the next peers
     cdef set rare               # numbers of the chunks that are in every `rare_period`th exchange only
     cdef int rare_period
     cdef public object steer    # called with (job, engine) after each offer, to change its share; or None

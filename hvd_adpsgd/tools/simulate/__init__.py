@@ -161,6 +161,8 @@ def _every_interleaving(names: Sequence[str]) -> int:
 def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
     bytes_per_s, latency_s = units.network(args.network)
     slow, slow_factor = units.slow(args.slow)
+    slow_links, slow_links_factor = units.slow_links(args.slow_links)
+    racks, racks_factor = units.racks(args.racks)
     return Cluster(
         super_learners=args.super_learners,
         parameters=parameters,
@@ -176,6 +178,11 @@ def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
         max_staleness=args.max_staleness,
         slow=slow,
         slow_factor=slow_factor,
+        slow_links=slow_links,
+        slow_links_factor=slow_links_factor,
+        racks=racks,
+        racks_factor=racks_factor,
+        prefer=args.prefer_fast_peers,
         failures_per_hour=units.failures(args.fail),
         seed=args.random_seed,
         calibration=Calibration.read(args.calibration) if args.calibration else None,
@@ -213,6 +220,7 @@ def _told_cluster(c: Cluster) -> str:
 def _told_plan(cluster: Cluster, o: Outcome) -> str:
     theory = ", in theory {:.3f} to {:.3f},".format(*o.decay_in_theory) if o.decay_in_theory else ""
     decay = f"{o.decay:.3f}{theory}" if o.decay is not None else "not seen"
+    per_s = f", {o.decay_per_s:.3g} per second" if o.decay_per_s is not None else ""
     stale = f"{o.staleness_mean:.1f} steps, 99 % within {o.staleness_99}"
     sent, link = o.bytes_per_s[0] / 1e6, cluster.bytes_per_s / 1e6
     full = (
@@ -228,7 +236,7 @@ def _told_plan(cluster: Cluster, o: Outcome) -> str:
         ),
         ("exchanges per step", f"{o.exchanges_per_step:.2f} of a super learner, asked and served"),
         ("staleness", stale if o.exchanges_per_step else "not seen"),
-        ("consensus decay", f"{decay} per exchange of a super learner, squared distance"),
+        ("consensus decay", f"{decay} per exchange of a super learner{per_s}, squared distance"),
         (
             "sent",
             f"{sent:.0f} MB/s per super learner, most {o.bytes_per_s[1] / 1e6:.0f}, of {link:.0f} of its link"

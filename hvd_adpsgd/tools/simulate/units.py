@@ -7,7 +7,7 @@ import re
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.scenario import Fault
 
-__all__ = ["failures", "fault", "model", "network", "seconds", "slow"]
+__all__ = ["failures", "fault", "model", "network", "racks", "seconds", "slow", "slow_links"]
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -54,6 +54,28 @@ def slow(text: str) -> tuple[int, float]:
     except ValueError:
         raise ConfigError(
             f"bad --slow {text!r}: allowed is HOW_MANYxHOW_MUCH. Pass 1x10, for instance."
+        ) from None
+
+
+def slow_links(text: str) -> tuple[float, float]:
+    """Return which share of the links is how many times slower: 0.25 and 10.0 for "0.25x10"."""
+    try:
+        share, much = text.split("x")
+        return float(share), float(much)
+    except ValueError:
+        raise ConfigError(
+            f"bad --slow-links {text!r}: allowed is SHARE_OF_PAIRSxHOW_MUCH. Pass 0.25x10, for instance."
+        ) from None
+
+
+def racks(text: str) -> tuple[int, float]:
+    """Return the number of racks, and how much slower the links between them are: 2 and 10.0 for "2x10"."""
+    try:
+        many, much = text.split("x")
+        return int(many), float(much)
+    except ValueError:
+        raise ConfigError(
+            f"bad --racks {text!r}: allowed is HOW_MANYxHOW_MUCH. Pass 2x10, for instance."
         ) from None
 
 
