@@ -1,4 +1,4 @@
-"""What learners of the tests of exchange_share="auto" train."""
+"""What learners of the tests of shares and of links train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ class Training:
     Args:
         rows, columns: of the model's weight; its elements are eighths, so that sums are nearly exact.
         idle_s: seconds of a step in which the learner sleeps, as if the gradient took so long.
+        exchange_share: the option of this name.
     """
 
-    def __init__(self, rows: int, columns: int, idle_s: float):
+    def __init__(
+        self, rows: int, columns: int, idle_s: float, exchange_share: float | str = "auto"
+    ):
         torch.manual_seed(hvd.super_rank())
         self.model = torch.nn.Linear(columns, rows, bias=False)
         with torch.no_grad():
@@ -25,7 +28,7 @@ class Training:
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.0),
             named_parameters=self.model.named_parameters(),
-            exchange_share="auto",
+            exchange_share=exchange_share,
         )
         self.inputs, self.idle_s = torch.ones(1, columns), idle_s
         self.began = self._mean()
@@ -35,6 +38,11 @@ class Training:
         self.model(self.inputs).sum().backward()
         time.sleep(self.idle_s)
         self.optimizer.step()
+
+    def met(self) -> list[int]:
+        """Return how often this super learner has exchanged with each; 0 for itself."""
+        loop = self.optimizer._averaging.engine.loop
+        return [loop.met(i) if i != hvd.super_rank() else 0 for i in range(hvd.super_size())]
 
     def drift(self) -> float:
         """Return how far the mean has moved; inside hvd.averaging_paused()."""

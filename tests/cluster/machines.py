@@ -221,6 +221,24 @@ class Cluster:
             if not self._in(where, "tc", "qdisc", "replace", "dev", link, *limit):
                 raise ClusterError(f"shape: tc refuses the rate {rate} on {host}.")
 
+    def thin(self, host: str, other: str, rate: str) -> None:
+        """Limit what two hosts send to each other to a rate, as tc writes it, and nothing else.
+
+        Raises:
+            ClusterError: if there is no such host, or tc refuses.
+        """
+        for where, to in ((host, other), (other, host)):
+            self._living(where)
+            place = self.hosts.index(to) + 1
+            one = f"1:{place:x}"
+            link = ("dev", "eth0")
+            # packets without a class are not limited
+            self._in(where, "tc", "qdisc", "add", *link, "root", "handle", "1:", "htb")
+            self._checked(where, "tc", "class", "replace", *link, "parent", "1:", "classid", one,
+                          "htb", "rate", rate, "burst", "64kb")  # fmt: skip
+            self._checked(where, "tc", "filter", "add", *link, "protocol", "ip", "parent", "1:",
+                          "u32", "match", "ip", "dst", f"{_address(place)}/32", "flowid", one)  # fmt: skip
+
     def cut(self, host: str) -> None:
         """Take a host's cable out: nothing gets through, and nobody is told."""
         self._living(host)
