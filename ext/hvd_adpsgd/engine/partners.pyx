@@ -6,7 +6,7 @@ With probability `prefer` an engine looks at the next three peers that it can as
 latest exchanges took the fewest seconds per chunk; all three count as asked. A peer without an exchange so
 far counts as the fastest, so that each is tried. With a uniformly random schedule every peer is still asked
 with probability (1 - prefer) / (n - 1) or more, which bounds how slowly the models approach their mean
-(theory/partners.py). Two candidates gained half as much (docs/log/0129-fast-peers.md).
+(theory/partners.py). Two candidates gained half as much (docs/log/0130-fast-peers.md).
 
 Source: partners by the measured speed of links: NetMax, Zhou et al., arXiv:2009.05766. The choice of three is
 ours.
