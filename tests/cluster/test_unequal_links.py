@@ -1,4 +1,4 @@
-"""HVD_ADPSGD_PREFER_FAST_PEERS on eight hosts, with a quarter of the links ten times slower than the others."""
+"""HVD_ADPSGD_PREFER_FAST_PEERS on eight hosts: a quarter of the links is ten times slower."""
 
 from __future__ import annotations
 
