@@ -21,9 +21,15 @@ WEIGHT = 0.5
 
 
 class Member:
-    """A wire, and the pipes by which it gets connections; the engine of rank 0 or 1 over it."""
+    """A wire, and the pipes by which it gets connections; the engine of rank 0 or 1 over it.
 
-    def __init__(self, rank: int, elements: int = ELEMENTS):
+    Args:
+        rank: 0 or 1.
+        elements: of the model.
+        period: every other chunk moves in one of so many exchanges.
+    """
+
+    def __init__(self, rank: int, elements: int = ELEMENTS, period: int = 1):
         self.rank = rank
         self.news, self._news = os.pipe2(os.O_NONBLOCK)
         self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
@@ -36,7 +42,8 @@ class Member:
             *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, 1.0, -1, False),
             *(0.2, 0.5, CHUNK_NBYTES, False),
         )
-        self.loop.extend(self.chunks, self.fingerprint)
+        rare = range(1, self.chunks, 2) if period > 1 else ()
+        self.loop.extend(self.chunks, self.fingerprint, rare, period)
         self.loop.average_all(True, True)
         self.loop.share_reports(1.0)
 

@@ -7,8 +7,8 @@ r"""Imports speech that Kaldi has aligned: features of a feats.scp, and numbers 
     horovodrun -np 4 python -m examples.acoustic_model.train --data out/kaldi
 
 Features are 40 per frame (log-mel energies or high-resolution MFCCs); an utterance without an alignment is
-left out, and counted. The mean of each utterance is subtracted, deltas are computed per batch. Held-out loss and
-frame errors are those of the trainer; words need Kaldi's own graph and decoder.
+left out, and counted. The mean of each utterance is subtracted, deltas are computed per batch. The trainer
+reports held-out loss and frame errors; words need Kaldi's own graph and decoder.
 """
 
 from __future__ import annotations

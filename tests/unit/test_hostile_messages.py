@@ -64,8 +64,8 @@ class Ear:
 class Job:
     """Both engines, and what the broken member reads and writes."""
 
-    def __init__(self) -> None:
-        self.members = [Member(rank) for rank in (0, 1)]
+    def __init__(self, period: int = 1) -> None:
+        self.members = [Member(rank, period=period) for rank in (0, 1)]
         self.ears: list[Ear] = []
         self.is_gone = False
         mine, theirs = socket.socketpair()
@@ -211,6 +211,25 @@ def test_no_message_of_the_agreement_that_is_none_disturbs_a_mean(job: Job) -> N
             job.turn()
     job.until(lambda: engine.loop.malformed()[0] == sent)
     assert engine.loop.fault()[0] == 0
+
+
+def test_a_yes_with_a_longer_window_than_a_round_is_ignored() -> None:
+    """With rare chunks a round is shorter than the model; a longer window would have a chunk twice."""
+    job = Job(period=3)
+    try:
+        engine = job.members[0]
+        rare = engine.chunks // 2
+        turn = engine.chunks - rare + -(-rare // 3)
+        assert turn < engine.chunks
+        for malformed, window in enumerate((turn, turn + 1)):
+            head = (YES, 2**29, engine.chunks, 0, 0, window, engine.fingerprint, WEIGHT, 0)
+            job.send(CONTROL, MESSAGE.pack(*head))
+            job.settle(malformed + 1)
+            assert engine.loop.malformed()[0] == malformed
+        job.until(lambda: engine.loop.met(1) > 2)
+        assert engine.loop.fault()[0] == 0
+    finally:
+        job.end()
 
 
 @pytest.mark.parametrize("longer", [1, 100_000])
