@@ -1,14 +1,17 @@
 """Measures training speed with a slow learner and on slow networks, against theory and a plain loop.
 
-    python -m examples.studies.cluster                      both parts, half an hour on two idle cores
+    python -m examples.studies.cluster                      the first two parts, half an hour on two cores
     python -m examples.studies.cluster --parts stragglers   one slow learner among four; no root needed
     python -m examples.studies.cluster --parts network      two hosts and a shaped link; needs root
+    python -m examples.studies.cluster --parts surface      five links, by what exchanges send; needs root
 
 The part `stragglers` measures every averaging strategy and SSGD with one of 4 super learners 2 to 100 times
 slower. The part `network` uses two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s
 and 100 Mb/s between them, and models of 1, 10 and 43.15 M parameters. It measures H-ADPSGD, SSGD and
-averaging off, and the held-out loss of each at 1 Gb/s with the largest model. Finished runs are kept.
-Written to --out: result.json, table.md, stragglers.png, network.png and all runs.
+averaging off, and the held-out loss of each at 1 Gb/s with the largest model. The part `surface` measures
+the speed kept at 10 Mb/s to 5 Gb/s with whole exchanges, with `exchange_share="auto"`, and in 8 and 4 bits,
+beside DDP and DiLoCo (40 minutes). Finished runs are kept.
+Written to --out: result.json, table.md, stragglers.png, network.png, surface.png and all runs.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from examples.acoustic_model.speech import launch
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
-from examples.studies.disturbed import hosts, jobs, network, picture, stragglers
+from examples.studies.disturbed import hosts, jobs, network, picture, stragglers, surface
 
-PARTS = ("stragglers", "network")
+PARTS = ("stragglers", "network", "surface")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,11 +38,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--parts", nargs="+", choices=PARTS, default=["stragglers", "network"])
     add("--schemes", nargs="+", default=list(stragglers.SCHEMES), metavar="SPEC",
         help="strategies beside a slow learner (default: seven)")  # fmt: skip
     add("--repetitions", type=int, help="runs of each scheme (default: 3 stragglers, 2 network)")
-    add("--links", nargs="+", default=list(network.LINKS), help="link rates (default: all three)")
+    known = [*network.LINKS, *surface.LINKS]
+    add("--links", nargs="+", help=f"link rates (default: all of the part, of {', '.join(known)})")
     add(
         "--models", nargs="+", default=list(network.MODELS), help="model sizes (default: all three)"
     )
@@ -48,7 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.repetitions is not None:
         within("--repetitions", options.repetitions, 1, 100)
-    network.require_known(options.links, network.LINKS, "--links")
+    network.require_known(options.links or (), known, "--links")
     network.require_known(options.models, network.MODELS, "--models")
     return options
 
@@ -76,7 +81,7 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
     missing = hosts.missing()
     if missing and not options.recall:
         raise Problem(f"--parts network: {missing}; --parts stragglers does not need it")
-    cells = network.cells(options.links, options.models)
+    cells = network.cells(within_part(options.links, network.LINKS), options.models)
     repetitions = options.repetitions or network.REPETITIONS
     curves = [] if options.no_curves else [network.GOSSIP, network.SYNCHRONOUS, network.ALONE]
     with hosts.Hosts(start=not options.recall) as both:
@@ -103,12 +108,40 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
     return {**found, "lines": [*lines, jobs.loads(records)]}
 
 
+def within_part(links: list[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the links that a part knows, of those asked for; all of them by default."""
+    return [link for link in known if links is None or link in links]
+
+
+def measure_surface(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure every link, model and kind of exchange; return results and text."""
+    missing = hosts.missing()
+    if missing and not options.recall:
+        raise Problem(f"--parts surface: {missing}; --parts stragglers does not need it")
+    links = within_part(options.links, surface.LINKS)
+    cells = surface.cells(links, options.models, surface.SCHEMES)
+    repetitions = options.repetitions or 1
+    with hosts.Hosts(start=not options.recall) as both:
+        told = [surface.job(both, cell, repetitions) for cell in cells]
+        records, failed = jobs.perform(told, options.out / "runs", options.recall)
+    blocks = dict(zip(cells, records, strict=True))
+    result = surface.results({cell: record for cell, record in blocks.items() if record})
+    surface.draw(result, options.out / "surface.png")
+    named = {", ".join(cell): one for cell, one in result.items()}
+    lines = [surface.table(result), jobs.loads(records)]
+    return {"result": named, "failed": failed, "lines": lines}
+
+
 def main() -> None:
-    """Measure both parts, and write result.json, table.md and the figures."""
+    """Measure the parts, and write result.json, table.md and the figures."""
     options = arguments()
     launch.check(["torch", "horovod", "hvd_adpsgd", "matplotlib"], launcher=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    measures = {"stragglers": measure_stragglers, "network": measure_network}
+    measures = {
+        "stragglers": measure_stragglers,
+        "network": measure_network,
+        "surface": measure_surface,
+    }
     found = {part: measures[part](options) for part in PARTS if part in options.parts}
     text = "\n\n".join(line for one in found.values() for line in one.pop("lines"))
     failed = [line for one in found.values() for line in one["failed"]]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from examples.acoustic_model.speech.problem import Problem
-from examples.studies.disturbed import jobs, network, picture, stragglers
+from examples.studies.disturbed import jobs, network, picture, stragglers, surface
 
 # ---- jobs
 
@@ -251,3 +252,37 @@ def test_the_script_tells_what_it_does():
     )
     assert wrong.returncode == 2
     assert "known are 10 Gb/s" in wrong.stderr
+
+
+# ---- surface
+
+
+def _surface(kept: float = 0.9, steps: float = 4.0) -> dict:
+    told = _told(kept * steps, steps)
+    cells = surface.cells(["50 Mb/s", "1 Gb/s"], ["43.15 M"], surface.SCHEMES)
+    return surface.results(dict.fromkeys(cells, told))
+
+
+def test_what_all_reduces_of_other_libraries_leave():
+    """By hand: a model takes 27.6 s at 50 Mb/s, 128 steps of 0.25 s take 32 s."""
+    assert surface.kept_of_period("50 Mb/s", "43.15 M", 0.25, 128) == pytest.approx(0.537, abs=1e-3)
+    assert surface.kept_of_period("50 Mb/s", "43.15 M", 0.25, 1) == pytest.approx(0.009, abs=1e-3)
+
+
+def test_the_simulator_knows_how_many_exchanges_a_link_carries():
+    """A link of 50 Mb/s takes 27.6 s for a model, each way: at most one exchange in 110 steps of 0.25 s."""
+    found = surface.predicted(("50 Mb/s", "43.15 M", "whole"), 0.25)
+    assert found == pytest.approx(1 / 110, rel=0.15)
+    assert surface.predicted(("50 Mb/s", "43.15 M", "int8"), 0.25) > 1.8 * found
+    assert math.isnan(surface.predicted(("50 Mb/s", "43.15 M", "auto"), 0.25))
+
+
+def test_table_and_figure_of_the_surface(tmp_path):
+    found = _surface()
+    rows = surface.table(found).splitlines()
+    assert len(rows) == 2 + 2 * len(surface.SCHEMES)
+    assert rows[2].startswith("| 43.15 M | 50 Mb/s | whole |")
+    assert "| 90.0% |" in rows[2] and "| 52.5% | 0.9% |" in rows[2]
+    surface.draw(found, tmp_path / "a.png")
+    surface.draw({}, tmp_path / "b.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -40,6 +40,7 @@ def main() -> None:
     add = parser.add_argument
     add("--averaging", help="spec of the strategy; without it every learner trains alone")
     add("--wire-dtype")
+    add("--exchange-share", help="a number, or auto")
     add("--sizes", type=int, nargs="+", required=True, help="sizes of the model's layers")
     add("--computations", nargs="+", required=True, metavar="BATCH:WAIT_S")
     add("--rate", type=float, required=True, help="learning rate")
@@ -117,7 +118,7 @@ class Trainer:
                 self.optimizer,
                 named_parameters=self.model.named_parameters(),
                 averaging=strategy,
-                **({"wire_dtype": options.wire_dtype} if options.wire_dtype else {}),
+                **exchanged(options),
             )
         self.phases = dict.fromkeys(("gradient_s", "wait_s", "step_s"), 0.0)
 
@@ -142,6 +143,15 @@ class Trainer:
 
     def _count(self, phase: str, began: float) -> None:
         self.phases[phase] += time.monotonic() - began
+
+
+def exchanged(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of DistributedOptimizer that say what an exchange sends."""
+    share = options.exchange_share
+    found = {"wire_dtype": options.wire_dtype, "exchange_share": share}
+    if share and share != "auto":
+        found["exchange_share"] = float(share)
+    return {name: value for name, value in found.items() if value}
 
 
 # ---- speed --------------------------------------------------------------------------------------

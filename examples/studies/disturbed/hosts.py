@@ -7,6 +7,7 @@ The hosts share the machine's cores and memory, but are connected by their netwo
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from examples.acoustic_model.speech.problem import Problem
@@ -49,7 +50,13 @@ class Hosts:
         """Limit the link between both hosts to `rate` bit/s in each direction."""
         self._cluster.shape(self._cluster.hosts[1], f"{rate:.0f}bit")
 
-    def run(self, command: list[str], deadline_s: float, log: Path) -> None:
+    def run(
+        self,
+        command: list[str],
+        deadline_s: float,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Run `command` as one learner on each host, with all output in the file `log`.
 
         Raises:
@@ -59,7 +66,7 @@ class Hosts:
         with log.open("w") as out:
             try:
                 done = self._cluster.run(
-                    [*launcher, *command], env=jobs.environment({}), timeout=deadline_s,
+                    [*launcher, *command], env=jobs.environment(variables or {}), timeout=deadline_s,
                     stdout=out, stderr=out,
                 )  # fmt: skip
             except ClusterError as error:

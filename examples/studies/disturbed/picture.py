@@ -12,7 +12,7 @@ from examples.acoustic_model.speech.problem import require
 
 from . import network, stragglers
 
-_LINES = (
+LINES = (
     ("#0072b2", "-", "o"),
     ("#009e73", "-.", "^"),
     ("#56b4e9", (0, (5, 1.5)), "s"),
@@ -32,10 +32,10 @@ _CURVES = {
 
 def draw_stragglers(result: Mapping[str, Any], path: Path) -> None:
     """Draw the speed kept by the healthy learners, and by all learners together, over the slowdown."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
     for axis, who in zip(axes, ("healthy", "all"), strict=True):
-        for (scheme, one), style in zip(result.items(), itertools.cycle(_LINES), strict=False):
+        for (scheme, one), style in zip(result.items(), itertools.cycle(LINES), strict=False):
             _kept(axis, scheme, one["kept"], who, style)
         _axis(axis, next(iter(result.values()))["kept"])
     axes[0].axhline(stragglers.GOAL, color="#000000", linewidth=0.8, linestyle=":")
@@ -86,7 +86,7 @@ def draw_network(
     result: Mapping[str, Any], curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
 ) -> None:
     """Draw the speed kept with averaging on each link, by model, and held-out loss over time and steps."""
-    plt = _pyplot()
+    plt = pyplot()
     rows = 1 + bool(curves)
     figure, axes = plt.subplots(
         rows, 2, figsize=(10, 0.4 + 4 * rows), squeeze=False, layout="constrained"
@@ -149,7 +149,8 @@ def _curves(axis: Any, curves: Mapping[str, Any], across: Any, label: str) -> No
     axis.grid(alpha=0.3)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Return matplotlib.pyplot, which draws into files."""
     require("matplotlib", "matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
