@@ -212,8 +212,9 @@ class Config:
     prefer_fast_peers: float = _option(
         0.0,
         float,
-        "of the asks",
-        "of the next three peers the one with the fastest exchanges is asked, in this part of the asks",
+        "",
+        "probability of asking the fastest of three peers that are drawn, in place of the next one; random_pairs and "
+        "random_ring",
         low=0,
         high=0.95,
     )

@@ -4,11 +4,11 @@ r"""Imports speech that Kaldi has aligned: features of a feats.scp, and numbers 
     ali-to-pdf exp/tri3/final.mdl "ark:gunzip -c exp/tri3_ali_dev/ali.*.gz|" ark:dev_pdf.ark
     python -m examples.acoustic_model.import_kaldi --train data/train/feats.scp train_pdf.ark \
         --dev data/dev/feats.scp dev_pdf.ark --out out/kaldi
-    horovodrun -np 4 python -m examples.acoustic_model.train --data out/kaldi
+    HVD_ADPSGD_SUPER_LEARNER_SIZE=1 horovodrun -np 4 python -m examples.acoustic_model.train --data out/kaldi
 
-Features are 40 per frame (log-mel energies or high-resolution MFCCs); an utterance without an alignment is
-left out, and counted. The mean of each utterance is subtracted, deltas are computed per batch. The trainer
-reports held-out loss and frame errors; words need Kaldi's own graph and decoder.
+Features are 40 per frame (log-mel energies or high-resolution MFCCs); an utterance without an alignment, or
+without features, is left out, and counted. The mean of each utterance is subtracted, deltas are computed per
+batch. The trainer reports held-out loss and frame errors; words need Kaldi's own graph and decoder.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def alignments(path: Path) -> dict[str, np.ndarray]:
         with kaldi.SequentialInt32VectorReader(f"{kind}:{path}") as reader:
             for name, numbers in reader:
                 found[name] = np.array(numbers, np.int32)
+            _require_end(reader, path, f"the alignment after {name}" if found else "an alignment")
     except RuntimeError as error:
         raise Problem(
             f"{path} holds no vectors of integers ({error}); make it with ali-to-pdf"
@@ -82,7 +83,7 @@ def matrices(scp: Path) -> Iterator[tuple[str, np.ndarray]]:
     kaldi = require("kaldi_native_io", "kaldi_native_io")
     if not scp.exists():
         raise Problem(f"no {scp}; make it with Kaldi's steps/make_fbank.sh or make_mfcc.sh")
-    name = "the first utterance"
+    name = ""
     try:
         with kaldi.SequentialFloatMatrixReader(f"scp:{scp}") as reader:
             for name, matrix in reader:
@@ -92,24 +93,38 @@ def matrices(scp: Path) -> Iterator[tuple[str, np.ndarray]]:
                         f"{scp}: {name} has {frames.shape[1]} features per frame, allowed are {BINS}; "
                         f"make them with --num-mel-bins={BINS}, or high-resolution MFCCs"
                     )
+                if not np.abs(frames).max(initial=0) < np.finfo(np.float16).max:
+                    raise Problem(
+                        f"{scp}: {name} has features that are not finite, or above "
+                        f"{np.finfo(np.float16).max:g}; compute them again"
+                    )
                 yield name, frames
+            _require_end(reader, scp, f"the features after {name}")
     except RuntimeError as error:
-        raise Problem(
-            f"{scp}: features after {name} cannot be read ({error}); check the paths"
-        ) from error
+        which = f"the features after {name}" if name else "the first features"
+        raise Problem(f"{scp}: {which} cannot be read ({error}); check the paths") from error
+
+
+def _require_end(reader: Any, path: Path, what: str) -> None:
+    """Raise Problem unless a reader is at the end of its file: it stops quietly at damage, too."""
+    if not reader._impl.close():
+        raise Problem(f"{path}: {what} cannot be read; the file is damaged, or a path is wrong")
 
 
 def write_split(folder: Path, scp: Path, pdfs: dict[str, np.ndarray]) -> dict[str, int]:
     """Write one split; return counts of its utterances, its frames, and utterances that were left out.
 
     Raises:
-        Problem: if no utterance has both, or its numbers of frames differ.
+        Problem: if no utterance has both, is there twice, or has other numbers of frames.
     """
     folder.mkdir(parents=True)
     total = sum(len(numbers) for numbers in pdfs.values())
     features = np.lib.format.open_memmap(folder / "all.npy", "w+", np.float16, (total, BINS))
-    labels, means, offsets, left_out = [], [], [0], 0
+    labels, means, offsets, left_out, seen = [], [], [0], 0, set()
     for name, frames in matrices(scp):
+        if name in seen:
+            raise Problem(f"{scp}: {name} is there twice; remove one line")
+        seen.add(name)
         if name not in pdfs:
             left_out += 1
             continue
@@ -129,7 +144,12 @@ def write_split(folder: Path, scp: Path, pdfs: dict[str, np.ndarray]) -> dict[st
     corpus.write_array(folder / "labels.npy", np.concatenate(labels))
     corpus.write_array(folder / "offsets.npy", np.array(offsets, np.int64))
     corpus.write_array(folder / "means.npy", np.stack(means))
-    return {"utterances": len(labels), "frames": offsets[-1], "left out": left_out}
+    return {
+        "utterances": len(labels),
+        "frames": offsets[-1],
+        "without an alignment": left_out,
+        "without features": len(pdfs) - len(labels),
+    }
 
 
 def imported(options: argparse.Namespace) -> dict[str, Any]:

@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 ELEMENTS = 8  # elements of a simulated chunk
+_MOST_WITH_SLOW_LINKS = 4096  # a number for each pair
 NEVER = 10**9
 BOUNDS: dict[str, Bound] = {
     "super_learners": (1, 2**16),
@@ -61,7 +62,7 @@ BOUNDS: dict[str, Bound] = {
     "share": (1e-3, 1.0),
     "max_overhead": (0.0, 1.0),
     "slow_factor": (1.0, 1e6),
-    "prefer": (0.0, 1.0),
+    "prefer": (0.0, 0.95),
     "slow_links": (0.0, 1.0),
     "slow_links_factor": (1.0, 1e6),
     "racks_factor": (1.0, 1e6),
@@ -117,7 +118,7 @@ class Cluster:
         slow_links, slow_links_factor: share of the pairs of super learners between which chunks take so many
             times as long.
         racks, racks_factor: number of racks, and how many times as long chunks take between them.
-        prefer: the option prefer_fast_peers.
+        prefer: the option prefer_fast_peers, of strategies that draw their peers.
         failures_per_hour: failure rate of one super learner. In a plan failed ones are not replaced.
         spread: largest relative difference of a step from `step_s`.
         chunks: number of chunks that stand for the model; raised to 1 / the smallest share if smaller.
@@ -176,10 +177,30 @@ class Cluster:
                 f"a cluster: {self.minutes:g} minutes (--minutes) are less than a step of {self.step_s:g} s "
                 "(--step). Plan for at least one step."
             )
+        self._check_links()
         if parse(self.strategy).averages == "nothing":
             raise ConfigError(
                 f"a cluster: strategy is {self.strategy!r}, which averages no models and is not simulated. "
                 "Pass another one; the line 'synchronous' of its plan is that of synchronous training."
+            )
+
+    def _check_links(self) -> None:
+        """Raise ConfigError for links or preferences that the simulation would ignore."""
+        strategy, n = parse(self.strategy), self.super_learners
+        if self.prefer and not strategy.draws_peers:
+            raise ConfigError(
+                f"a cluster: prefer (--prefer-fast-peers) is {self.prefer:g} with {strategy.spec()}, which "
+                "does not draw its peers. Leave it out, or use random_pairs or random_ring."
+            )
+        if self.has_slow_links and n > _MOST_WITH_SLOW_LINKS:
+            raise ConfigError(
+                f"a cluster: {n} super learners with slow links (--slow-links, --racks), allowed are up to "
+                f"{_MOST_WITH_SLOW_LINKS}. Plan for fewer."
+            )
+        if self.has_slow_links and self.slowness.max() == 1:
+            raise ConfigError(
+                f"a cluster: slow_links (--slow-links) is {self.slow_links:g}, which is no pair of {n} super "
+                "learners. Raise it, or leave it out."
             )
 
     @property
@@ -194,6 +215,16 @@ class Cluster:
             (self.slow_links and self.slow_links_factor > 1)
             or (self.racks > 1 and self.racks_factor > 1)
         )
+
+    @property
+    def slowest_exchange_s(self) -> float:
+        """Seconds of an exchange of the whole model over the slowest link; 0 if all are alike.
+
+        The few chunks that stand for a model are larger than real ones, whose arrival shows that a peer
+        lives.
+        """
+        slowest = float(self.slowness.max()) if self.has_slow_links else 0.0
+        return slowest * self.model_nbytes / self.bytes_per_s
 
     @functools.cached_property
     def slowness(self) -> npt.NDArray[np.float64]:
@@ -228,7 +259,7 @@ class Outcome:
         decay: decay rate of the squared distance from the mean, per exchange of a super learner; None if
             unknown.
         decay_per_s: the same per second.
-        decay_in_theory: for random pairs, see theoretical_decay; None if no closed form is known.
+        decay_in_theory: for uniform random pairs, see theoretical_decay; None if no closed form is known.
         distances: (exchanges per super learner, squared distance of the models from their mean as a share of
             the distance at the start).
         bytes_per_s: bytes per second that a super learner sends until it fails: mean and largest.
@@ -380,7 +411,7 @@ def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]], in_pairs: boo
         step_s = (c.step_s + c.averaging_step_s) * (c.slow_factor if i < c.slow else 1.0)
         job.add(
             schedule, weight, c.rate, in_pairs, models[i], 0, dtype, WIRES[c.wire], lane_nbytes,
-            NEVER, step_s, c.spread, 0.0, c.deadline_s, 5.0,
+            NEVER, step_s, c.spread, 0.0, max(c.deadline_s, 2 * c.slowest_exchange_s), 5.0,
         )  # fmt: skip
 
 
@@ -409,7 +440,7 @@ def failure_times(c: Cluster) -> list[tuple[int, float]]:
 
 
 def _measured_s(c: Cluster) -> float:
-    """Return the seconds in which distances are measured: 40 steps, or exchanges if these take longer."""
+    """Return the seconds in which distances are measured: 40 steps, with slow links at least 40 exchanges."""
     exchange_s = (
         float(c.slowness.mean()) * c.model_nbytes / c.bytes_per_s if c.has_slow_links else 0.0
     )
@@ -496,7 +527,7 @@ def _outcome(
         decay=decay,
         decay_per_s=None if decay is None else _decay(_over_time(c, distances)),
         decay_in_theory=theoretical_decay(n, c.share)
-        if parse(c.strategy).name == "random_pairs"
+        if parse(c.strategy).name == "random_pairs" and not (c.prefer or c.has_slow_links)
         else None,
         distances=distances,
         bytes_per_s=(float(rates.mean()), float(rates.max())),

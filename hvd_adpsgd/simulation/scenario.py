@@ -76,7 +76,7 @@ BOUNDS: dict[str, Bound] = {
     "late": (0.0, 1.0),
     "late_control": (0.0, 1.0),
     "rare_period": (1, 64),
-    "prefer": (0.0, 1.0),
+    "prefer": (0.0, 0.95),
     "bytes_per_s": (1e-3, 1e15),
     "slack": (0.0, 1e6),
     "detect_s": TIME,

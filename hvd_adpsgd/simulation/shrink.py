@@ -90,6 +90,8 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
         "reports_s": 0.0,
         "share": 1.0,
         "shown": False,
+        "rare_period": 1,
+        "prefer": 0.0,
     }
     for name, value in plain.items():
         if getattr(s, name) != value:

@@ -33,9 +33,9 @@ def of_pairs(n: int, share: float, factor: float, seed: int) -> Slowness:
 def of_racks(n: int, racks: int, factor: float) -> Slowness:
     """Return how many times as long chunks take between super learners: `factor` between racks.
 
-    Racks have equally many super learners, with consecutive numbers; the last one may have fewer.
+    Racks have super learners with consecutive numbers, and equally many or one less.
     """
-    rack = np.arange(n) // -(-n // racks)
+    rack = np.arange(n) * racks // n
     return np.where(rack[:, None] == rack, 1.0, factor)
 
 

@@ -66,6 +66,7 @@ class RandomRing(Strategy):
     seed: int = 0
     name: ClassVar[str] = "random_ring"
     is_gossip: ClassVar[bool] = True
+    draws_peers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))

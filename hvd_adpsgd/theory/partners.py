@@ -65,7 +65,8 @@ def rate_laplacian(asked: Matrix, seconds: npt.ArrayLike) -> Matrix:
     """Return the Laplacian of exchanges per second, if each super learner asks without a pause.
 
     Lap = sum over i, j of r_ij (e_i - e_j)(e_i - e_j)^T with r_ij = q_ij / sum_k q_ik c_ik. With weights 1/2
-    dE[x]/dt = -(1/2) Lap x; its second smallest eigenvalue is the rate of the slowest disagreement.
+    dE[x]/dt = -(1/2) Lap x, so the slowest disagreement decays at half of the second smallest eigenvalue.
+    That peers are busy, and that both exchanges of a super learner share its link, is left out.
 
     Args:
         asked: q, see `asking`.

@@ -85,7 +85,7 @@ def make_spec(
         inner_process_set(process_set, world)
     _require_wire(strategy, config, world)
     _require_pairs(strategy, config, world)
-    _require_schedule(strategy, config, world)
+    _require_random_peers(strategy, config, world)
     if buffers is not None:
         strategy.refuse("buffers=")
     if inner["op"] == horovod.Adasum:
@@ -264,12 +264,12 @@ def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
         )
 
 
-def _require_schedule(strategy: Strategy, config: Config, world: World) -> None:
-    """Raise ConfigError if prefer_fast_peers is set for a strategy that is not plain gossip."""
-    if world.super_size > 1 and config.prefer_fast_peers > 0 and not strategy.is_gossip:
+def _require_random_peers(strategy: Strategy, config: Config, world: World) -> None:
+    """Raise ConfigError if fast peers are to be preferred by a strategy that does not draw its peers."""
+    if world.super_size > 1 and config.prefer_fast_peers > 0 and not strategy.draws_peers:
         raise ConfigError(
-            f"prefer_fast_peers={config.prefer_fast_peers:g} with averaging={strategy.spec()}, which is no "
-            "plain gossip. Leave it out, or use random_pairs, fixed_ring or random_ring."
+            f"HVD_ADPSGD_PREFER_FAST_PEERS={config.prefer_fast_peers:g} with averaging={strategy.spec()}, "
+            "which does not draw its peers. Leave it out, or use random_pairs or random_ring."
         )
 
 

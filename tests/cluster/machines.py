@@ -222,13 +222,14 @@ class Cluster:
                 raise ClusterError(f"shape: tc refuses the rate {rate} on {host}.")
 
     def thin(self, host: str, other: str, rate: str) -> None:
-        """Limit what two hosts send to each other to a rate, as tc writes it, and nothing else.
+        """Limit what two hosts send to each other to a rate, as tc writes it; not together with `shape`.
 
         Raises:
             ClusterError: if there is no such host, or tc refuses.
         """
+        for one in (host, other):
+            self._living(one)
         for where, to in ((host, other), (other, host)):
-            self._living(where)
             place = self.hosts.index(to) + 1
             one = f"1:{place:x}"
             link = ("dev", "eth0")

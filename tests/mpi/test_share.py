@@ -116,4 +116,4 @@ def test_a_share_that_makes_no_sense_is_refused() -> None:
         assert "random_pairs" in facts["told"][4]
         assert "auto, or > 0 and <= 1" in facts["told"][5]
         assert all("exchange_share" in told for told in facts["told"][:6])
-        assert "prefer_fast_peers=0.9 with averaging=delay_by_one" in facts["told"][6]
+        assert "PREFER_FAST_PEERS=0.9 with averaging=delay_by_one" in facts["told"][6]

@@ -51,7 +51,12 @@ def test_ddp_ends_with_an_error(data: Path, manifests: list[str], tmp_path: Path
         )
         for rank in range(2)
     ]  # fmt: skip
-    told = [learner.communicate(timeout=240)[0] for learner in learners]
-    assert "2 steps" in told[1], told
-    assert "done" not in told[0], told
-    assert learners[0].returncode != 0
+    try:
+        told = [learner.communicate(timeout=240)[0] for learner in learners]
+    finally:
+        for learner in learners:
+            learner.kill()
+    for text in told:
+        assert "2 steps" in text and "done" not in text, told
+    assert "4 steps" not in told[0], told
+    assert "RuntimeError" in told[0] and learners[0].returncode != 0, told

@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adpsgd.simulation.planner import Cluster, job_of, plan
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.simulation import slow_links
+from hvd_adpsgd.simulation.planner import Cluster, allreduce_s, job_of, plan
 from hvd_adpsgd.simulation.scenario import Scenario, run
 from hvd_adpsgd.theory import partners
+from hvd_adpsgd.tools import simulate
+from hvd_adpsgd.tools.simulate import units
 
 MEGABIT = 1e6 / 8
 # An exchange of the whole model takes four steps on a fast link, forty on a slow one.
@@ -87,3 +91,86 @@ def test_unequal_links_consensus_per_second(links: dict[str, Any]) -> None:
 def test_racks_stay_connected() -> None:
     racks = replace(UNEQUAL, slow_links=0.0, racks=2, racks_factor=10.0, minutes=1.5)
     assert 0.1 < share_of_slow(replace(racks, prefer=0.95), 200) < share_of_slow(racks, 200)
+
+
+def test_a_peer_that_refuses_is_not_the_fastest() -> None:
+    """Of three super learners the one with two fast links pauses for good: the other is asked next."""
+    refused = {}
+    for prefer in (0.0, 0.95):
+        cluster = replace(
+            UNEQUAL, super_learners=3, rate=0.1, bytes_per_s=1e9, prefer=prefer, racks=1,
+            slow_links=1 / 3,
+        )  # fmt: skip
+        speeds = cluster.slowness.sum(axis=1)
+        paused = int(np.argmin(speeds))
+        job = job_of(cluster, [np.zeros((4, 8)) for _ in range(3)], bytes_scale=4e6 / 256)
+        job.run_for(50.0)  # so that all speeds are known
+        job.loop_of(paused).pause(True)
+        other = (paused + 1) % 3
+        before = job.loop_of(other).counters()
+        job.run_for(200.0)
+        after = job.loop_of(other).counters()
+        asked = after["exchanges_active"] - before["exchanges_active"]
+        assert asked > 20
+        refused[prefer] = (after["refused"] - before["refused"]) / asked
+    assert refused[0.95] < 2 * refused[0.0] + 1, refused
+
+
+# ---- slow links of a plan
+
+
+@pytest.mark.parametrize(("n", "racks"), [(8, 2), (5, 4), (9, 4), (6, 6), (7, 1)])
+def test_there_are_as_many_racks_as_asked_for(n: int, racks: int) -> None:
+    slowness = slow_links.of_racks(n, racks, 10.0)
+    assert len({tuple(row == 1) for row in slowness}) == racks
+    assert set(np.unique(slowness)) <= {1.0, 10.0}
+
+
+def test_a_share_of_the_pairs_is_slow_in_both_directions() -> None:
+    slowness = slow_links.of_pairs(9, 0.25, 10.0, seed=3)
+    np.testing.assert_array_equal(slowness, slowness.T)
+    assert (slowness > 1).sum() == 2 * round(36 / 4)
+    assert slow_links.of_ring(slow_links.of_racks(4, 2, 7.0)) == 7.0
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    plain = replace(UNEQUAL, slow_links=0.0)
+    slow = replace(plain, racks=2, racks_factor=10.0)
+    assert allreduce_s(slow) == pytest.approx(10 * allreduce_s(plain), rel=0.01)
+
+
+def test_units() -> None:
+    assert units.slow_links("0.25x10") == (0.25, 10.0)
+    assert units.racks("2x10") == (2, 10.0)
+    with pytest.raises(ConfigError, match="--slow-links '10': allowed is SHARE_OF_PAIRSxHOW_MUCH"):
+        units.slow_links("10")
+    with pytest.raises(ConfigError, match=r"--racks '2\.5x10': allowed is HOW_MANYxHOW_MUCH"):
+        units.racks("2.5x10")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"prefer": 0.99}, r"prefer \(--prefer-fast-peers\) is 0\.99, allowed are 0 to 0\.95"),
+        ({"prefer": 0.9, "strategy": "fixed_ring"}, "does not draw its peers"),
+        ({"prefer": 0.9, "strategy": "gossip_pga+random_pairs"}, "does not draw its peers"),
+        ({"slow_links": 1.5}, r"slow_links \(--slow-links\) is 1\.5"),
+        ({"slow_links": 0.001}, "which is no pair of 16 super learners"),
+        ({"racks": 17, "racks_factor": 2.0}, r"racks \(--racks\) is 17"),
+        ({"super_learners": 5000}, "5000 super learners with slow links .*allowed are up to 4096"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replace(UNEQUAL, **changes)
+
+
+def test_the_command_tells_of_slow_links(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--super-learners 6 --model 1M --step 100ms --network 80Mb/s,100us --minutes 0.5"
+    words += " --slow-links 0.25x10 --racks 2x5 --prefer-fast-peers 0.9"
+    assert simulate.main(words.split()) == 0
+    told = capsys.readouterr().out
+    assert "25% of the pairs 10 times slower, 5 times slower between 2 racks" in told
+    assert "random_pairs, fast peers preferred by 0.9" in told
+    assert "per second, squared distance" in told
+    assert "in theory" not in told  # of uniform pairs

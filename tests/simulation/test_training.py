@@ -421,6 +421,13 @@ def test_nobody_is_refused() -> None:
         assert train(task(), cluster(4, seed=seed), steps=20, faults=late, points=1).joined == 1
 
 
+def test_who_joins_slow_links_would_have_fast_ones() -> None:
+    slow = cluster(4, racks=2, racks_factor=10.0)
+    for more in ({"replace_s": 1.0}, {"faults": [Fault(1.0, "join", 4)]}):
+        with pytest.raises(ConfigError, match="--slow-links, --racks.*theirs would be fast"):
+            train(task(), slow, points=3, **more)  # type: ignore[arg-type]
+
+
 def test_a_super_learner_that_joins_has_the_mean_of_shared_moments() -> None:
     run = EngineRun(Training(
         task(optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01)), network(), cluster(4, seed=1),

@@ -54,7 +54,8 @@ def test_frames_and_labels_are_those_of_kaldi(text: str, tmp_path: Path) -> None
     frames, numbers = features(), pdfs()
     told = imported(written(tmp_path / "data", frames, numbers, text))
     total = sum(map(len, numbers.values()))
-    assert told["train"] == {"utterances": 3, "frames": total, "left out": 1}
+    counts = {"without an alignment": 1, "without features": 0}
+    assert told["train"] == {"utterances": 3, "frames": total, **counts}
     assert told["pdfs"] == 1 + max(map(max, numbers.values()))
     split = corpus.Split(tmp_path / "data" / "out", "train")
     assert split.utterances == 3
@@ -91,6 +92,10 @@ def test_the_trainer_takes_it(tmp_path: Path) -> None:
         ("moved", "cannot be read"),
         ("no vectors", "holds no vectors of integers"),
         ("empty", "holds no alignment"),
+        ("cut short", "pdf.ark: the alignment after u1 cannot be read"),
+        ("bad line", "feats.scp: the features after u0 cannot be read"),
+        ("twice", "u0 is there twice"),
+        ("nan", "u2 has features that are not finite"),
     ],
 )
 def test_bad_data_are_told_and_nothing_is_left(fault: str, told: str, tmp_path: Path) -> None:
@@ -101,6 +106,8 @@ def test_bad_data_are_told_and_nothing_is_left(fault: str, told: str, tmp_path: 
         numbers = {f"other-{name}": row for name, row in numbers.items()}
     if fault == "negative":
         numbers["u0"][3] = -1
+    if fault == "nan":
+        frames["u2"][5, 7] = np.nan
     data = tmp_path / "data"
     words = written(data, frames, {} if fault == "empty" else numbers)
     if fault == "no alignment":
@@ -111,6 +118,15 @@ def test_bad_data_are_told_and_nothing_is_left(fault: str, told: str, tmp_path: 
         (data / "feats.ark").unlink()
     if fault == "no vectors":
         (data / "pdf.ark").write_bytes((data / "feats.ark").read_bytes())
+    if fault == "cut short":
+        (data / "pdf.ark").write_bytes((data / "pdf.ark").read_bytes()[:-9])
+    lines = (data / "feats.scp").read_text().splitlines() if fault != "no features" else []
+    if fault == "bad line":
+        lines[1] = "u1 /nowhere.ark:5"
+    if fault == "twice":
+        lines.append(lines[0])
+    if lines:
+        (data / "feats.scp").write_text("\n".join([*lines, ""]))
     with pytest.raises(Problem, match=told):
         imported(words)
     assert not (data / "out").exists()
@@ -122,3 +138,11 @@ def test_a_folder_that_exists_is_kept(tmp_path: Path) -> None:
     imported(words)
     with pytest.raises(Problem, match="exists; name another folder"):
         imported(words)
+
+
+def test_alignments_without_features_are_counted(tmp_path: Path) -> None:
+    frames = features()
+    del frames["u1"]
+    told = imported(written(tmp_path / "data", frames, pdfs()))
+    assert told["train"]["utterances"] == 2
+    assert told["train"]["without features"] == 1

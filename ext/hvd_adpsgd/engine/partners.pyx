@@ -4,9 +4,9 @@
 
 With probability `prefer` an engine looks at the next three peers that it can ask, and asks the one whose
 latest exchanges took the fewest seconds per chunk; all three count as asked. A peer without an exchange so
-far counts as the fastest, so that each is tried. With a uniformly random schedule every peer is still asked
+far counts as the fastest, so that each is tried; the one that has just answered NO as the slowest. With a uniformly random schedule every peer is still asked
 with probability (1 - prefer) / (n - 1) or more, which bounds how slowly the models approach their mean
-(theory/partners.py). Two candidates gained half as much (docs/log/0130-fast-peers.md).
+(theory/partners.py). Measured: docs/log/0130-fast-peers.md.
 
 Source: partners by the measured speed of links: NetMax, Zhou et al., arXiv:2009.05766. The choice of three is
 ours.
@@ -24,7 +24,7 @@ cdef enum:
     TRIES = 64              # entries of the schedule in which a peer is looked for
     CANDIDATES = 3          # peers of which the fastest is asked
 
-cdef double JUMP = 4.0      # an exchange counts as at most so many times as slow as those before
+cdef double JUMP = 4.0      # an exchange counts as at most so many times as slow as those before it
 
 
 cdef bint open_speeds(Pairs* p, int rank, int size, double prefer) noexcept:
@@ -71,15 +71,25 @@ cdef int choose(Core* e) noexcept nogil:
         return best
     for i in range(CANDIDATES - 1):
         other = next_eligible(e)
-        if other != NOBODY and p.seconds_of[other] < p.seconds_of[best]:
+        if other != NOBODY and is_faster(p, other, best):
             best = other
     return best
 
 
+cdef bint is_faster(Pairs* p, int peer, int other) noexcept nogil:
+    if peer == p.refuser or other == p.refuser:
+        return peer != other and other == p.refuser
+    return p.seconds_of[peer] < p.seconds_of[other]
+
+
 cdef void note_speed(Core* e, int peer, double seconds) noexcept nogil:
     """Note the seconds per chunk of an exchange that is over: half of it counts, and half of those before."""
+    cdef Pairs* p = &e.pairs
     cdef double before
-    if e.pairs.seconds_of == NULL:
+    if p.seconds_of == NULL:
         return
-    before = e.pairs.seconds_of[peer]
-    e.pairs.seconds_of[peer] = (before + min(seconds, JUMP * before)) / 2 if before > 0 else seconds
+    before = p.seconds_of[peer]
+    if before == 0:                     # a first exchange is compared with the latest ones of our link
+        p.seconds_of[peer] = min(seconds, JUMP * p.pace)
+    else:
+        p.seconds_of[peer] = (before + min(seconds, JUMP * before)) / 2

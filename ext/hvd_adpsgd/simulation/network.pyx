@@ -115,7 +115,7 @@ cdef double through_path(Net* net, Envelope* m, double starts, double seconds) n
     cdef Path* path
     if net.paths == NULL or max(src, dst) >= net.npaths:
         return 0
-    path = &net.paths[src * net.npaths + dst]
+    path = &net.paths[<int64_t>src * net.npaths + dst]
     if path.slowness > 1:
         path.free_at = max(starts, path.free_at) + path.slowness * seconds
     return path.free_at
@@ -582,11 +582,14 @@ cdef class Network:
         """
         cdef Net* net = &self.net
         cdef int i, j
-        net.npaths = len(slowness)
-        net.paths = <Path*>calloc(net.npaths * net.npaths, sizeof(Path))
+        cdef int64_t n = len(slowness)
+        net.npaths = n
+        net.paths = <Path*>calloc(n * n, sizeof(Path))
+        if net.paths == NULL:
+            raise MemoryError("no memory for the paths of a simulated network")
         for i in range(net.npaths):
             for j in range(net.npaths):
-                net.paths[i * net.npaths + j].slowness = slowness[i][j]
+                net.paths[i * n + j].slowness = slowness[i][j]
 
     def messages(self):
         """Return the trace: [(sent at, arrives at, from process, to process, channel, bytes, kind, number)].

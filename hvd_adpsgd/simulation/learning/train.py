@@ -84,6 +84,13 @@ def train(
             f"train: moments (--moments) is {moments!r}, allowed are 'shared' and 'own'. Pass one of "
             "these, or None."
         )
+    if cluster.has_slow_links and (
+        replace_s is not None or any(fault.kind == "join" for fault in faults)
+    ):
+        raise ConfigError(
+            "train: super learners that join (--replace-after, --fault join) with slow links (--slow-links, "
+            "--racks): theirs would be fast. Leave one out."
+        )
     spec = cluster.strategy if strategy is None else strategy
     cluster, baseline, found = prepared(cluster, spec, faults)
     seconds = 60 * cluster.minutes

@@ -209,11 +209,19 @@ def _told_cluster(c: Cluster) -> str:
     share = (
         f"a share (at most {c.max_overhead:.1%} of a step)" if c.max_overhead else f"{c.share:g}"
     )
+    links = (
+        f", {c.slow_links:.0%} of the pairs {c.slow_links_factor:g} times slower"
+        if c.slow_links
+        else ""
+    )
+    links += f", {c.racks_factor:g} times slower between {c.racks} racks" if c.racks > 1 else ""
+    prefer = f", fast peers preferred by {c.prefer:g}" if c.prefer else ""
     fails = f", {c.failures_per_hour:g} failures per hour of each" if c.failures_per_hour else ""
     return (
         f"{c.super_learners} super learners{slow}{fails}: {c.parameters / 1e6:g} M parameters, steps of "
-        f"{c.step_s:g} s, links of {c.bytes_per_s / 1e6:g} MB/s and {1e6 * c.latency_s:g} us, {c.strategy}, "
-        f"{c.rate:g} exchanges per step of {share} of the model, {c.minutes:g} minutes, seed {c.seed}"
+        f"{c.step_s:g} s, links of {c.bytes_per_s / 1e6:g} MB/s and {1e6 * c.latency_s:g} us{links}, "
+        f"{c.strategy}{prefer}, {c.rate:g} exchanges per step of {share} of the model, "
+        f"{c.minutes:g} minutes, seed {c.seed}"
     )
 
 

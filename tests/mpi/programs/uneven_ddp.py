@@ -14,7 +14,7 @@ from examples.real_speech import corpus
 from examples.real_speech.cuts import CutBatches
 from examples.real_speech.model import Recogniser, Shape, loss
 
-PATIENCE = datetime.timedelta(seconds=5)
+PATIENCE = datetime.timedelta(seconds=30)
 
 
 def main() -> None:
