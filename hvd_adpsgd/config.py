@@ -213,8 +213,8 @@ class Config:
         0.0,
         float,
         "",
-        "probability of asking the fastest of three peers that are drawn, in place of the next one; random_pairs and "
-        "random_ring",
+        "probability of asking the fastest of three peers that are drawn, in place of the next one; "
+        "random_pairs and random_ring",
         low=0,
         high=0.95,
     )

@@ -57,6 +57,7 @@ STRATEGIES = (
 _RARE = ("suspect", "join", "break", "link", "share")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
+_OLDER = 1000
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
@@ -282,9 +283,9 @@ class Scenario:
             else (),
             faults=_random_faults(c, n, 1.3 * steps * step_s),
         )
-        return _with_connections(
-            _with_rare_things(drawn, Chance(2**40 + seed)), Chance(2**41 + seed)
-        )
+        drawn = _with_rare_things(drawn, Chance(2**40 + seed))
+        drawn = _with_connections(drawn, Chance(2**41 + seed))
+        return _with_newer_options(drawn, Chance(2**42 + seed))
 
     def to_json(self) -> str:
         """Return the simulated job and its faults as one line of JSON, which `from_json` reads."""
@@ -330,7 +331,9 @@ class Scenario:
             f"{f', control messages {self.late_control:.0%} late' if self.late_control else ''}"
             f"{f', max_staleness {self.max_staleness}' if self.max_staleness else ''}"
             f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}"
-            f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}",
+            f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}"
+            f"{f', odd chunks in every {self.rare_period}th exchange' if self.rare_period > 1 else ''}"
+            f"{f', fast peers preferred by {self.prefer:g}' if self.prefer else ''}",
         ]
         lines += [
             f"  {i}: {x.rate:g} exchanges per step of {x.step_s:g} s (+- {x.spread:.0%}), "
@@ -458,6 +461,17 @@ def _with_connections(s: Scenario, c: Chance) -> Scenario:
             at_s += dialed_s + 4 * s.latency_s * c.between(0, 1)
             faults += [Fault(at_s, "break", i, (j,), dialed_s) for i, j in pairs]
     return dataclasses.replace(s, faults=tuple(faults))
+
+
+def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
+    """Set options that came later, in some scenarios of seeds from _OLDER on: the others stay what they were."""
+    if s.seed < _OLDER:
+        return s
+    if c.happens(0.2):
+        s = dataclasses.replace(s, rare_period=c.choose((2, 4, 8)))
+    if c.happens(0.2):
+        s = dataclasses.replace(s, prefer=c.choose((0.5, 0.95)))
+    return s
 
 
 def _cut_short(s: Scenario, c: Chance) -> Scenario:
