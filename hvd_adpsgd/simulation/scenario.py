@@ -56,8 +56,8 @@ STRATEGIES = (
 # faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
 _RARE = ("suspect", "join", "break", "link", "share")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
+_OLDER = 1000  # seeds below have the scenarios that earlier versions drew
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
-_OLDER = 1000
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
@@ -464,7 +464,7 @@ def _with_connections(s: Scenario, c: Chance) -> Scenario:
 
 
 def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
-    """Set options that came later, in some scenarios of seeds from _OLDER on: the others stay what they were."""
+    """Set options that came later, in some scenarios of seeds from _OLDER on; others stay as they were."""
     if s.seed < _OLDER:
         return s
     if c.happens(0.2):
