@@ -103,29 +103,6 @@ def test_racks_stay_connected() -> None:
     assert 0.1 < share_of_slow(replace(racks, prefer=0.95), 200) < share_of_slow(racks, 200)
 
 
-def test_a_peer_that_refuses_is_not_the_fastest() -> None:
-    """Of three super learners the one with two fast links pauses for good: the other is asked next."""
-    refused = {}
-    for prefer in (0.0, 0.95):
-        cluster = replace(
-            UNEQUAL, super_learners=3, rate=0.1, bytes_per_s=1e9, prefer=prefer, racks=1,
-            slow_links=1 / 3,
-        )  # fmt: skip
-        speeds = cluster.slowness.sum(axis=1)
-        paused = int(np.argmin(speeds))
-        job = job_of(cluster, [np.zeros((4, 8)) for _ in range(3)], bytes_scale=4e6 / 256)
-        job.run_for(50.0)  # so that all speeds are known
-        job.loop_of(paused).pause(True)
-        other = (paused + 1) % 3
-        before = job.loop_of(other).counters()
-        job.run_for(200.0)
-        after = job.loop_of(other).counters()
-        asked = after["exchanges_active"] - before["exchanges_active"]
-        assert asked > 20
-        refused[prefer] = (after["refused"] - before["refused"]) / asked
-    assert refused[0.95] < 2 * refused[0.0] + 1, refused
-
-
 # ---- slow links of a plan
 
 
@@ -161,7 +138,7 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"prefer": 0.99}, r"prefer \(--prefer-fast-peers\) is 0\.99, allowed are 0 to 0\.95"),
+        ({"prefer": 0.99}, r"prefer \(--prefer-fast-peers\) is 0\.99, allowed is a number from 0\.0 to 0\.95"),
         ({"prefer": 0.9, "strategy": "fixed_ring"}, "does not draw its peers"),
         ({"prefer": 0.9, "strategy": "gossip_pga+random_pairs"}, "does not draw its peers"),
         ({"slow_links": 1.5}, r"slow_links \(--slow-links\) is 1\.5"),

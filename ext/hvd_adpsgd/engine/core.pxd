@@ -150,7 +150,6 @@ cdef struct Pairs:
     int64_t cursor
     double prefer           # probability with which the fastest of the next peers is asked
     double* seconds_of      # by rank: seconds per chunk of latest exchanges, 0 before the first; NULL: not needed
-    int refuser             # the peer that has answered NO last, since the last YES; or NOBODY
     uint64_t luck           # state of a random generator
     double weight
     int wire_type           # element type of chunks on the wire, -1: the model's element type

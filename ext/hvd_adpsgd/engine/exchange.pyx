@@ -176,7 +176,6 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
-    e.pairs.refuser = NOBODY
     move_on(e, m.nchunks, m.window)
     begin(e, x, m.exchange, m.nchunks, m.window, True)
 
@@ -191,7 +190,6 @@ cdef void handle_no(Core* e, int peer, Message* m) noexcept nogil:
     same_model(e, peer, m)          # a peer with another model always answers NO
     if p.asking == peer:
         p.asking = NOBODY
-        p.refuser = peer
         p.ask_after = now(e) + p.retry_s
         p.retry_s = min(2 * p.retry_s, RETRY_LAST_S)
 

@@ -99,7 +99,7 @@ cdef void release_side(Core* e, int peer) noexcept nogil:
 # ---- all exchanges -----------------------------------------------------------------------
 
 cdef bint open_pairs(Pairs* p, const int* schedule, int64_t length) noexcept:
-    p.asking = p.serving = p.refuser = NOBODY
+    p.asking = p.serving = NOBODY
     p.retry_s = RETRY_FIRST_S
     p.lanes = LANES
     p.schedule_length = length

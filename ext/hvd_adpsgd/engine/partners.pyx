@@ -4,7 +4,7 @@
 
 With probability `prefer` an engine looks at the next three peers that it can ask, and asks the one whose
 latest exchanges took the fewest seconds per chunk; all three count as asked. A peer without an exchange so
-far counts as the fastest, so that each is tried; the one that has just answered NO as the slowest. With a uniformly random schedule every peer is still asked
+far counts as the fastest, so that each is tried. With a uniformly random schedule every peer is still asked
 with probability (1 - prefer) / (n - 1) or more, which bounds how slowly the models approach their mean
 (theory/partners.py). Measured: docs/log/0130-fast-peers.md.
 
@@ -71,15 +71,9 @@ cdef int choose(Core* e) noexcept nogil:
         return best
     for i in range(CANDIDATES - 1):
         other = next_eligible(e)
-        if other != NOBODY and is_faster(p, other, best):
+        if other != NOBODY and p.seconds_of[other] < p.seconds_of[best]:
             best = other
     return best
-
-
-cdef bint is_faster(Pairs* p, int peer, int other) noexcept nogil:
-    if peer == p.refuser or other == p.refuser:
-        return peer != other and other == p.refuser
-    return p.seconds_of[peer] < p.seconds_of[other]
 
 
 cdef void note_speed(Core* e, int peer, double seconds) noexcept nogil:
