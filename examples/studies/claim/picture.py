@@ -72,7 +72,8 @@ def _panel(axis: Any, its: Sequence[Record], why: Sequence[str | None], across: 
     from matplotlib.ticker import LogLocator
 
     for scheme in STYLES:
-        runs = [record for record in its if record.key.scheme == scheme and record.curve]
+        named = [record for record in its if record.key.scheme == scheme]
+        runs = [run for run in named if shown(run.curve, across)]
         if runs:
             _line(axis, runs, STYLES[scheme], across)
     if not its:
@@ -88,7 +89,7 @@ def _panel(axis: Any, its: Sequence[Record], why: Sequence[str | None], across: 
 
 def _line(axis: Any, runs: Sequence[Record], style: Any, across: str) -> None:
     colour, line, marker = style
-    x, losses = between([run.curve for run in runs], across)
+    x, losses = between([shown(run.curve, across) for run in runs], across)
     if len(runs) > 1:
         axis.fill_between(x, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
     axis.plot(x, losses.mean(0), color=colour, linestyle=line, linewidth=1.5)
@@ -97,9 +98,14 @@ def _line(axis: Any, runs: Sequence[Record], style: Any, across: str) -> None:
     axis.plot(*ends, color=colour, marker="X" if ended else marker, markersize=10 if ended else 5)
 
 
+def shown(curve: Sequence[Point], across: str) -> list[Point]:
+    """Return the points that have a place on a logarithmic axis: not those before the first step."""
+    return [point for point in curve if getattr(point, across) > 0]
+
+
 def between(curves: Sequence[Sequence[Point]], across: str) -> tuple[np.ndarray, np.ndarray]:
     """Return places that all curves contain, and the loss of each curve there, linear in their logarithm."""
-    logs = [np.log([max(1e-9, getattr(point, across)) for point in curve]) for curve in curves]
+    logs = [np.log([getattr(point, across) for point in curve]) for curve in curves]
     low, high = max(x[0] for x in logs), min(x[-1] for x in logs)
     places = np.linspace(low, max(low, high), POINTS)
     losses = [np.interp(places, x, [p.loss for p in c]) for x, c in zip(logs, curves, strict=True)]
