@@ -31,7 +31,7 @@ def manifests(tmp_path: Path) -> list[str]:
 
 def test_gossip_trains_on_all_of_them(data: Path, manifests: list[str], tmp_path: Path) -> None:
     words = ["--data", str(data), "--out", str(tmp_path / "run"), "--epochs", "3", "--warm-up", "1"]
-    words += ["--layers", "1", "--cells", "8", "--seconds", "0.7", "--cuts", *manifests]
+    words += ["--layers", "1", "--cells", "8", "--seconds", "1", "--cuts", *manifests]
     done = subprocess.run(
         [*launch(2, "horovodrun"), sys.executable, "-m", "examples.real_speech.train", *words],
         env=environment({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}),
