@@ -14,8 +14,10 @@ batch. The trainer reports held-out loss and frame errors; words need Kaldi's ow
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,15 +53,19 @@ def alignments(path: Path) -> dict[str, np.ndarray]:
     """
     kaldi = require("kaldi_native_io", "kaldi_native_io")
     kind = "scp" if path.suffix == ".scp" else "ark"
-    if not path.exists():
-        raise Problem(f"no {path}; make it with Kaldi's ali-to-pdf")
+    if not path.is_file():
+        raise Problem(f"no file {path}; make it with Kaldi's ali-to-pdf")
     found: dict[str, np.ndarray] = {}
     try:
         with kaldi.SequentialInt32VectorReader(f"{kind}:{path}") as reader:
             for name, numbers in reader:
+                if name in found:
+                    raise Problem(
+                        f"{path}: {name} is there twice; join alignments of different utterances"
+                    )
                 found[name] = np.array(numbers, np.int32)
             _require_end(reader, path, f"the alignment after {name}" if found else "an alignment")
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise Problem(
             f"{path} holds no vectors of integers ({error}); make it with ali-to-pdf"
         ) from error
@@ -81,8 +87,8 @@ def matrices(scp: Path) -> Iterator[tuple[str, np.ndarray]]:
         Problem: if a file is missing or damaged, or the features have another width.
     """
     kaldi = require("kaldi_native_io", "kaldi_native_io")
-    if not scp.exists():
-        raise Problem(f"no {scp}; make it with Kaldi's steps/make_fbank.sh or make_mfcc.sh")
+    if not scp.is_file():
+        raise Problem(f"no file {scp}; make it with Kaldi's steps/make_fbank.sh or make_mfcc.sh")
     name = ""
     try:
         with kaldi.SequentialFloatMatrixReader(f"scp:{scp}") as reader:
@@ -100,7 +106,7 @@ def matrices(scp: Path) -> Iterator[tuple[str, np.ndarray]]:
                     )
                 yield name, frames
             _require_end(reader, scp, f"the features after {name}")
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         which = f"the features after {name}" if name else "the first features"
         raise Problem(f"{scp}: {which} cannot be read ({error}); check the paths") from error
 
@@ -139,6 +145,10 @@ def write_split(folder: Path, scp: Path, pdfs: dict[str, np.ndarray]) -> dict[st
         offsets.append(offsets[-1] + len(frames))
     if not labels:
         raise Problem(f"{scp}: none of its utterances has an alignment; check the names")
+    if all(end - begin < corpus.SEGMENT for begin, end in itertools.pairwise(offsets)):
+        raise Problem(
+            f"{scp}: no utterance has {corpus.SEGMENT} frames, a whole segment; add longer ones"
+        )
     corpus.write_array(folder / "features.npy", features[: offsets[-1]])
     (folder / "all.npy").unlink()
     corpus.write_array(folder / "labels.npy", np.concatenate(labels))
@@ -156,15 +166,25 @@ def imported(options: argparse.Namespace) -> dict[str, Any]:
     """Write the corpus to --out, all of it or nothing; return counts by split, and the number of pdfs."""
     if options.out.exists():
         raise Problem(f"--out {options.out} exists; name another folder, or delete it")
-    part = options.out.with_name(options.out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
     aligned = {split: alignments(getattr(options, split)[1]) for split in ("train", "dev")}
     states = 1 + max(int(pdf.max(initial=0)) for pdfs in aligned.values() for pdf in pdfs.values())
     told: dict[str, Any] = {"pdfs": states}
+    if not options.out.parent.is_dir() and options.out.parent.exists():
+        raise Problem(f"--out {options.out}: {options.out.parent} is a file; name another folder")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{options.out.name}.", dir=options.out.parent))
+    part.chmod(0o755)
     try:
         for split, pdfs in aligned.items():
             told[split] = write_split(part / split, getattr(options, split)[0], pdfs)
-        for name, numbers in corpus.statistics(part / "train", states).items():
+        found = corpus.statistics(part / "train", states)
+        if not found["std"].min() > 0:
+            constant = np.flatnonzero(found["std"] <= 0) % BINS
+            raise Problem(
+                f"{options.train[0]}: feature {constant[0]} is the same in all frames of each utterance; "
+                "leave no column constant"
+            )
+        for name, numbers in found.items():
             corpus.write_array(part / f"{name}.npy", numbers)
         (part / "states.json").write_text(json.dumps([f"pdf{i}" for i in range(states)]))
         part.replace(options.out)

@@ -190,7 +190,8 @@ class Cluster:
         if self.prefer and not strategy.draws_peers:
             raise ConfigError(
                 f"a cluster: prefer (--prefer-fast-peers) is {self.prefer:g} with {strategy.spec()}, which "
-                "does not draw its peers. Leave it out, or use random_pairs or random_ring."
+                "does not exchange with the next peer that is drawn. Leave it out, or use random_pairs or "
+                "random_ring."
             )
         if self.has_slow_links and n > _MOST_WITH_SLOW_LINKS:
             raise ConfigError(
@@ -608,7 +609,7 @@ def draw(outcome: Outcome, path: str | Path) -> None:
     steps.plot(sorted(outcome.steps), ".")
     steps.set_xlabel("super learners, by steps")
     steps.set_ylabel("steps")
-    steps.set_ylim(bottom=0)
+    steps.set_ylim(0, 1.05 * max(1, *outcome.steps))
     for axis in (decay, stale, steps):
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

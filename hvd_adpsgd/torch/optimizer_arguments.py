@@ -269,7 +269,8 @@ def _require_random_peers(strategy: Strategy, config: Config, world: World) -> N
     if world.super_size > 1 and config.prefer_fast_peers > 0 and not strategy.draws_peers:
         raise ConfigError(
             f"HVD_ADPSGD_PREFER_FAST_PEERS={config.prefer_fast_peers:g} with averaging={strategy.spec()}, "
-            "which does not draw its peers. Leave it out, or use random_pairs or random_ring."
+            "whose exchanges are not with the next peer that is drawn. Leave it out, or use random_pairs or "
+            "random_ring."
         )
 
 

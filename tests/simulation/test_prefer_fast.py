@@ -139,8 +139,8 @@ def test_units() -> None:
     ("changes", "told"),
     [
         ({"prefer": 0.99}, r"prefer \(--prefer-fast-peers\) is 0\.99, allowed is .* to 0\.95"),
-        ({"prefer": 0.9, "strategy": "fixed_ring"}, "does not draw its peers"),
-        ({"prefer": 0.9, "strategy": "gossip_pga+random_pairs"}, "does not draw its peers"),
+        ({"prefer": 0.9, "strategy": "fixed_ring"}, "next peer that is drawn"),
+        ({"prefer": 0.9, "strategy": "gossip_pga+random_pairs"}, "next peer that is drawn"),
         ({"slow_links": 1.5}, r"slow_links \(--slow-links\) is 1\.5"),
         ({"slow_links": 0.001}, "which is no pair of 16 super learners"),
         ({"racks": 17, "racks_factor": 2.0}, r"racks \(--racks\) is 17"),
