@@ -7,6 +7,7 @@ an all-reduce at the full speed of the link, which nothing overlaps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,11 +117,16 @@ def table(result: Mapping[Cell, dict[str, Any]]) -> str:
         told = [
             model, link, scheme, f"{found['off_steps_per_s']:.3g}",
             f"{found['kept']:.1%}", f"{found['exchanges_per_step']:.3f}",
-            f"{predicted(cell, step_s):.3f}", f"{found['wire_bytes_per_step'] / 1e6:.2f}",
+            _simulated(cell, step_s), f"{found['wire_bytes_per_step'] / 1e6:.2f}",
             *(f"{other:.1%}" for other in others),
         ]  # fmt: skip
         rows.append(f"| {' | '.join(told)} |")
     return "\n".join(rows)
+
+
+def _simulated(cell: Cell, step_s: float) -> str:
+    found = predicted(cell, step_s)
+    return "" if math.isnan(found) else f"{found:.3f}"
 
 
 def _place(item: tuple[Cell, Any]) -> tuple[int, int, int]:
