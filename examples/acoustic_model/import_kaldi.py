@@ -162,6 +162,23 @@ def write_split(folder: Path, scp: Path, pdfs: dict[str, np.ndarray]) -> dict[st
     }
 
 
+def write_statistics(folder: Path, states: int, scp: Path) -> None:
+    """Write the statistics of the training split.
+
+    Raises:
+        Problem: if a feature is constant, so that it cannot be normalised.
+    """
+    found = corpus.statistics(folder / "train", states)
+    constant = np.flatnonzero(found["std"] <= 0) % BINS
+    if constant.size:
+        raise Problem(
+            f"{scp}: feature {constant[0]} is the same in all frames of each utterance; leave no column "
+            "constant"
+        )
+    for name, numbers in found.items():
+        corpus.write_array(folder / f"{name}.npy", numbers)
+
+
 def imported(options: argparse.Namespace) -> dict[str, Any]:
     """Write the corpus to --out, all of it or nothing; return counts by split, and the number of pdfs."""
     if options.out.exists():
@@ -177,15 +194,7 @@ def imported(options: argparse.Namespace) -> dict[str, Any]:
     try:
         for split, pdfs in aligned.items():
             told[split] = write_split(part / split, getattr(options, split)[0], pdfs)
-        found = corpus.statistics(part / "train", states)
-        if not found["std"].min() > 0:
-            constant = np.flatnonzero(found["std"] <= 0) % BINS
-            raise Problem(
-                f"{options.train[0]}: feature {constant[0]} is the same in all frames of each utterance; "
-                "leave no column constant"
-            )
-        for name, numbers in found.items():
-            corpus.write_array(part / f"{name}.npy", numbers)
+        write_statistics(part, states, options.train[0])
         (part / "states.json").write_text(json.dumps([f"pdf{i}" for i in range(states)]))
         part.replace(options.out)
     finally:

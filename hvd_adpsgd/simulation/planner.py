@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_adpsgd.config import MOST_PREFERRED
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation import slow_links
 from hvd_adpsgd.simulation.bounds import SEED, Bound, in_bound
@@ -62,7 +63,7 @@ BOUNDS: dict[str, Bound] = {
     "share": (1e-3, 1.0),
     "max_overhead": (0.0, 1.0),
     "slow_factor": (1.0, 1e6),
-    "prefer": (0.0, 0.95),
+    "prefer": (0.0, MOST_PREFERRED),
     "slow_links": (0.0, 1.0),
     "slow_links_factor": (1.0, 1e6),
     "racks_factor": (1.0, 1e6),
@@ -189,9 +190,8 @@ class Cluster:
         strategy, n = parse(self.strategy), self.super_learners
         if self.prefer and not strategy.draws_peers:
             raise ConfigError(
-                f"a cluster: prefer (--prefer-fast-peers) is {self.prefer:g} with {strategy.spec()}, which "
-                "does not exchange with the next peer that is drawn. Leave it out, or use random_pairs or "
-                "random_ring."
+                f"a cluster: prefer (--prefer-fast-peers) is {self.prefer:g} with {strategy.spec()}, "
+                "but works with random_pairs and random_ring only. Leave it out, or use one of these."
             )
         if self.has_slow_links and n > _MOST_WITH_SLOW_LINKS:
             raise ConfigError(

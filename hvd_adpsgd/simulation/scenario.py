@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_adpsgd.config import MOST_PREFERRED
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.bounds import SEED, Bound, check_fields, in_bound, in_bounds
 from hvd_adpsgd.simulation.chance import Chance
@@ -77,7 +78,7 @@ BOUNDS: dict[str, Bound] = {
     "late": (0.0, 1.0),
     "late_control": (0.0, 1.0),
     "rare_period": (1, 64),
-    "prefer": (0.0, 0.95),
+    "prefer": (0.0, MOST_PREFERRED),
     "bytes_per_s": (1e-3, 1e15),
     "slack": (0.0, 1e6),
     "detect_s": TIME,

@@ -268,9 +268,8 @@ def _require_random_peers(strategy: Strategy, config: Config, world: World) -> N
     """Raise ConfigError if fast peers are to be preferred by a strategy that does not draw its peers."""
     if world.super_size > 1 and config.prefer_fast_peers > 0 and not strategy.draws_peers:
         raise ConfigError(
-            f"HVD_ADPSGD_PREFER_FAST_PEERS={config.prefer_fast_peers:g} with averaging={strategy.spec()}, "
-            "whose exchanges are not with the next peer that is drawn. Leave it out, or use random_pairs or "
-            "random_ring."
+            f"HVD_ADPSGD_PREFER_FAST_PEERS={config.prefer_fast_peers:g} with averaging={strategy.spec()}: "
+            "it works with random_pairs and random_ring only. Leave it out, or use one of these."
         )
 
 

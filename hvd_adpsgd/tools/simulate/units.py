@@ -46,37 +46,39 @@ def network(text: str) -> tuple[float, float]:
     )
 
 
-def slow(text: str) -> tuple[int, float]:
-    """Return how many super learners are how many times slower: 1 and 10.0 for "1x10"."""
+def _times(text: str, option: str, how_many: str, example: str) -> tuple[float, float]:
+    """Return how many are how many times slower, by a text like "1x10"."""
     try:
-        many, much = text.split("x")
-        return int(many), float(much)
+        many, much = map(float, text.split("x"))
     except ValueError:
         raise ConfigError(
-            f"bad --slow {text!r}: allowed is HOW_MANYxHOW_MUCH. Pass 1x10, for instance."
+            f"bad {option} {text!r}: allowed is {how_many}xHOW_MUCH. Pass {example}, for instance."
         ) from None
+    return many, much
+
+
+def _whole(text: str, option: str, example: str) -> tuple[int, float]:
+    many, much = _times(text, option, "HOW_MANY", example)
+    if not many.is_integer():
+        raise ConfigError(
+            f"bad {option} {text!r}: allowed is a whole number before the x. Pass {example}, for instance."
+        )
+    return int(many), much
+
+
+def slow(text: str) -> tuple[int, float]:
+    """Return how many super learners are how many times slower: 1 and 10.0 for "1x10"."""
+    return _whole(text, "--slow", "1x10")
 
 
 def slow_links(text: str) -> tuple[float, float]:
     """Return which share of the links is how many times slower: 0.25 and 10.0 for "0.25x10"."""
-    try:
-        share, much = text.split("x")
-        return float(share), float(much)
-    except ValueError:
-        raise ConfigError(
-            f"bad --slow-links {text!r}: allowed is SHARE_OF_PAIRSxHOW_MUCH. Pass 0.25x10, for instance."
-        ) from None
+    return _times(text, "--slow-links", "SHARE_OF_PAIRS", "0.25x10")
 
 
 def racks(text: str) -> tuple[int, float]:
     """Return the number of racks, and how much slower the links between them are: 2 and 10.0 for "2x10"."""
-    try:
-        many, much = text.split("x")
-        return int(many), float(much)
-    except ValueError:
-        raise ConfigError(
-            f"bad --racks {text!r}: allowed is HOW_MANYxHOW_MUCH. Pass 2x10, for instance."
-        ) from None
+    return _whole(text, "--racks", "2x10")
 
 
 def failures(text: str) -> float:
