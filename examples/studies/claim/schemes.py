@@ -9,23 +9,16 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["SCHEMES", "SETTINGS", "TITLES", "Scheme", "missing", "torchft"]
+__all__ = ["SCHEMES", "TITLES", "Outer", "Scheme", "missing", "settings", "torchft"]
 
-# Steps between two means of the models; DiLoCo's outer step is Nesterov's SGD. The published outer
-# rate and momentum, 0.7 and 0.9, learn more slowly in some hundred steps (docs/log/0315-few-exchanges.md).
-POST_LOCAL_PERIOD, DILOCO_PERIOD = 4, 20
-OUTER_RATE, OUTER_MOMENTUM = 1.0, 0.5
-SETTINGS: dict[str, dict[str, float]] = {
-    "post_local_sgd": {"period": POST_LOCAL_PERIOD},
-    "diloco": {"period": DILOCO_PERIOD, "outer_rate": OUTER_RATE, "outer_momentum": OUTER_MOMENTUM},
-}
+POST_LOCAL_PERIOD, DILOCO_PERIOD = 4, 20  # steps between two means of the models
 TIMEOUT = timedelta(seconds=120)
 JOIN_MS = (
     60_000  # for which a quorum of torchft waits for a learner that answers, however slow it is
@@ -56,8 +49,33 @@ def torchft() -> str:
         return "not installed"
 
 
+class Outer(NamedTuple):
+    """Rate and momentum of DiLoCo's outer step, Nesterov's SGD on the mean of the models."""
+
+    rate: float
+    momentum: float
+
+
+def settings(name: str, outer: Outer) -> dict[str, float]:
+    """Return what a scheme's outcome depends on, besides the task's settings."""
+    if name == "diloco":
+        return {
+            "period": DILOCO_PERIOD,
+            "outer_rate": outer.rate,
+            "outer_momentum": outer.momentum,
+        }
+    return {"period": POST_LOCAL_PERIOD} if name == "post_local_sgd" else {}
+
+
 class Scheme:
-    """A library. This base class joins learners by torch.distributed, with torchrun's variables."""
+    """A library. This base class joins learners by torch.distributed, with torchrun's variables.
+
+    Args:
+        outer: of DiLoCo's outer step.
+    """
+
+    def __init__(self, outer: Outer):
+        self.outer_step = outer
 
     def start(self) -> tuple[int, int]:
         """Join the other learners; return rank, and number of learners."""
@@ -109,7 +127,7 @@ class DiLoCo(Scheme):
         return self.rank, self.size
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        from torchft.local_sgd import DiLoCo as Outer
+        from torchft.local_sgd import DiLoCo as Averager
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
@@ -137,8 +155,8 @@ class DiLoCo(Scheme):
             hostname=host,
             init_sync=False,
         )
-        outer = torch.optim.SGD(model.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
-        self.outer = Outer(
+        outer = torch.optim.SGD(model.parameters(), *self.outer_step, nesterov=True)
+        self.outer = Averager(
             self.manager, [model], optimizer, outer, DILOCO_PERIOD, use_bucketization=True
         )
         return model, optimizer

@@ -85,7 +85,7 @@ def reasons(options: argparse.Namespace) -> dict[table.Place, str]:
 def settings(task: tasks.Task, scheme: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return what a run depends on besides its key."""
     common = {"seconds": options.seconds, "learners": situations.LEARNERS}
-    return {**task.settings, **common, **schemes.SETTINGS.get(scheme, {})}
+    return {**task.settings, **common, **schemes.settings(scheme, task.outer)}
 
 
 def wanted(

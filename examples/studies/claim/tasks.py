@@ -21,6 +21,7 @@ from examples.acoustic_model import virtual_time as acoustic
 from examples.acoustic_model.speech import corpus
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import Problem
+from examples.studies.claim.schemes import Outer
 
 __all__ = ["NAMES", "WARM_UP", "Task", "named"]
 
@@ -41,6 +42,7 @@ class Task:
         batches: the batches of a learner, without end: rank, number of learners, seed.
         optimizer: makes the optimizer of parameters.
         held_out: batches on which the held-out loss is computed.
+        outer: DiLoCo's outer step: of the published one (0.7, 0.9) and others, the one that learns fastest.
     """
 
     settings: dict[str, Any]
@@ -49,6 +51,7 @@ class Task:
     batches: Callable[[int, int, int], Iterator[Batch]]
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     held_out: Callable[[], Sequence[Batch]]
+    outer: Outer
 
     @property
     def samples(self) -> int:
@@ -100,6 +103,7 @@ def text(quick: bool) -> Task:
             parameters, lr=settings["rate"], betas=(0.9, 0.95), weight_decay=0.1
         ),
         held_out=held_out,
+        outer=Outer(1.0, 0.5),  # docs/log/0315-few-exchanges.md
     )
 
 
@@ -141,4 +145,5 @@ def acoustics(quick: bool, data: Path) -> Task:
             parameters, lr=settings["rate"], momentum=settings["momentum"]
         ),
         held_out=held_out,
+        outer=Outer(0.7, 0.9),  # docs/log/0332-loss-over-time-speech.md
     )

@@ -43,7 +43,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     task = tasks.named(options.task, options.quick, options.speech)
-    scheme = SCHEMES[options.scheme]()
+    scheme = SCHEMES[options.scheme](task.outer)
     rank, size = scheme.start()
     torch.manual_seed(options.seed)  # the same first model on all learners
     model = task.model()
