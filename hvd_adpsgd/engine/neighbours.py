@@ -132,7 +132,8 @@ def _alike(model: ShownModel, other: ShownModel) -> bool:
 def _mapped(
     file: File | None, nbytes: int, writes: bool, offset: int = 0
 ) -> NDArray[np.uint8] | None:
-    area = try_map(file, nbytes, writes, offset) if file else None
+    # To touch all pages of 15 peers takes more than a second of each join (docs/log/0210-cheaper-joins.md).
+    area = try_map(file, nbytes, writes, offset, touch=False) if file else None
     return None if area is None else np.frombuffer(area, dtype=np.uint8)
 
 

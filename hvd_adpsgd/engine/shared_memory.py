@@ -169,13 +169,20 @@ def try_file(nbytes: int) -> File | None:
         return None
 
 
-def try_map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap | None:
+def try_map(
+    file: File, nbytes: int, writes: bool = True, offset: int = 0, touch: bool = True
+) -> mmap.mmap | None:
     """Map `nbytes` bytes of a process's file; None if this process cannot reach it, or it is too short.
 
-    `offset`, where the mapped bytes begin in the file, is a multiple of the page size.
+    Args:
+        file: the file.
+        nbytes: number of bytes.
+        writes: whether this process writes to them, too.
+        offset: where they begin in the file; a multiple of the page size.
+        touch: whether all pages are mapped at once, and not when they are first used.
     """
     try:
-        return _map(file, nbytes, writes, offset)
+        return _map(file, nbytes, writes, offset, touch)
     except (OSError, ValueError):
         return None
 
@@ -235,7 +242,9 @@ def _reserve(nbytes: int) -> File:
     return File(handle, os.getpid(), made.st_dev, made.st_ino)
 
 
-def _map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.mmap:
+def _map(
+    file: File, nbytes: int, writes: bool = True, offset: int = 0, touch: bool = True
+) -> mmap.mmap:
     """Map the file of a process that has the same SHARED_FOLDER as this one.
 
     The checks are needed because a process id of another container may belong to a different process here,
@@ -253,7 +262,7 @@ def _map(file: File, nbytes: int, writes: bool = True, offset: int = 0) -> mmap.
     handle = os.open(path, os.O_RDWR if writes else os.O_RDONLY)
     try:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
         return mmap.mmap(handle, nbytes, flags, prot, offset=offset)
     finally:
         os.close(handle)

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from hvd_adpsgd.engine import shared_memory
@@ -66,6 +67,25 @@ def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
     with pytest.raises(OSError, match="another|No such file"):
         shared_memory._map(file, 4096)
     assert shared_memory.try_map(file, 4096) is None
+
+
+@pytest.mark.parametrize("touch", [True, False])
+def test_pages_that_are_not_touched_cost_nothing_when_they_are_mapped(touch):
+    file = shared_memory._reserve(2**20)
+    area = np.frombuffer(shared_memory.try_map(file, 2**20, touch=touch), dtype=np.uint8)
+    os.close(file.handle)
+    assert _resident_kib(area) == (1024 if touch else 0)
+    area[5] = 7
+    assert area[5] == 7
+
+
+def _resident_kib(memory):
+    """Return the KiB of an area's pages that are mapped."""
+    with open("/proc/self/smaps") as file:
+        areas = file.read().split("VmFlags:")
+    (area,) = [a for a in areas if f"\n{memory.ctypes.data:x}-" in a]
+    (line,) = [line for line in area.splitlines() if line.startswith("Rss:")]
+    return int(line.split()[1])
 
 
 def test_private_memory_may_have_huge_pages_and_is_not_copied_for_children():
