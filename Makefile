@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging sharded-memory soak storm virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
+.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging sharded-memory soak storm storm-on-hosts virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -79,6 +79,9 @@ soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replace
 
 storm: venv  ## the simulator's fault scripts on real processes: is a promise broken? (ten minutes)
 	@$(PY) -m tests.storm $(or $(ARGS),--seeds 0 20)
+
+storm-on-hosts: venv $(STAMPS)/examples  ## an hour with a fault every 10 s, cut links among them; needs root
+	@$(PY) -m examples.studies.storm_on_hosts $(ARGS)
 
 tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
 	@$(PY) -m tests.tsan $(ARGS)

@@ -34,7 +34,7 @@ def test_a_killed_super_learner_is_replaced_and_a_stopped_one_goes_on(tmp_path: 
     found = json.loads(done.stdout)["hadpsgd"]
     assert not isinstance(found, str), found
     assert found["faults"] == "1 kill, 1 stop"
-    assert found["left_out"] == "1 cut (needs network namespaces)"
+    assert found["left_out"] == "1 cut (needs hosts)"
     assert (found["not_replaced"], found["hangs"], found["ended_by_themselves"]) == (0, 0, 0)
     assert 0 < found["kill_to_step_without_imports_s"] < found["kill_to_step_s"]
     assert min(found["steps_kept"], found["participation"], found["sent_mb"]) > 0

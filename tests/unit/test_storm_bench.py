@@ -11,7 +11,7 @@ import pytest
 from hvd_adpsgd import __main__ as commands
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools.bench import storm
-from hvd_adpsgd.tools.bench.storm import report, schedule
+from hvd_adpsgd.tools.bench.storm import driver, jobs, report, schedule
 from hvd_adpsgd.tools.bench.storm.notes import Notes, lines
 from hvd_adpsgd.tools.bench.storm.schedule import Fault
 
@@ -213,6 +213,61 @@ def test_a_hang_is_a_minute_without_a_step_of_one_that_is_there():
         1,
         0,
     ]  # slot 1: 99 s, 45 of them stopped
+
+
+def test_growth_is_that_of_the_longest_growing_life():
+    held = [{"event": "held", "t": 5.0 * i, "rss": 2**20 * i, "descriptors": 7} for i in range(40)]
+    leaky = [*_learner(0, 0, every(1, 101, 200))[:-1], *held]
+    short = [*_learner(1, 0, every(1, 101, 200))[:-1], *held[:20]]
+    found = report.summary(report.Run(_driver(), [leaky, short], 2), False)
+    assert found["lives_of_2_min"] == 1
+    assert found["rss_growth_mib"] == 20  # 10 to 19 MiB, and 30 to 39
+    assert found["descriptor_growth"] == 0
+
+
+# ---- what the driver does
+
+
+class Links(jobs.Job):
+    """A job of which only the links of slots are asked for."""
+
+    cuts = True
+
+    def __init__(self):
+        self.slots, self.done = 3, []
+
+    def pid(self, slot):
+        return None
+
+    def cut(self, slot):
+        self.done.append(f"cut {slot}")
+
+    def heal(self, slot):
+        self.done.append(f"heal {slot}")
+
+
+def test_a_link_is_healed_when_its_longest_cut_is_over(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(driver.time, "monotonic", lambda: now[0])
+    faults = [Fault(1.0, "cut", 2, 10.0), Fault(5.0, "cut", 2, 20.0), Fault(6.0, "cut", 0, 2.0)]
+    job, notes = Links(), Notes(tmp_path / "lines")
+    play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)
+    for at_s, done in [
+        (0.5, []),
+        (7.0, ["cut 2", "cut 0"]),
+        (12.0, ["cut 2", "cut 0", "heal 0"]),
+        (26.0, ["cut 2", "cut 0", "heal 0", "heal 2"]),
+    ]:
+        now[0] = 1000.0 + at_s
+        play.act()
+        assert job.done == done
+    job.cuts = False
+    play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)
+    now[0] += 60.0
+    play.act()
+    assert len(job.done) == 4
+    notes.close()
+    assert sum(line["event"] == "left_out" for line in lines(tmp_path / "lines")) == 3
 
 
 def test_a_jump_is_the_largest_rise():

@@ -31,6 +31,7 @@ __all__ = [
     "run",
     "settings",
     "spread_of",
+    "table",
     "timed",
     "with_slots",
 ]
@@ -238,6 +239,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "kills": (60.0, "per hour, of --schedule drawn"),
             "stops": (15.0, "per hour, of --schedule drawn"),
             "slows": (15.0, "per hour, of --schedule drawn"),
+            "cuts": (0.0, "per hour, of --schedule drawn; left out: links need hosts"),
             "schemes": (["hadpsgd"], "hadpsgd, torchft_diloco, torchft_local_sgd, horovod"),
             "step": (1.0, "seconds of a step, most of them sleep"),
             "admit-every": (1, "steps between two calls of hvd.admit"),
@@ -359,7 +361,7 @@ def _run(args: argparse.Namespace) -> int:
         result = _measure(asked)
     if result is None:
         return 1
-    print(json.dumps(result) if args.json else _table(result))
+    print(json.dumps(result) if args.json else table(result))
     return 0
 
 
@@ -452,7 +454,7 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {(*names, platform.machine())[0]}"
 
 
-def _table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     lines = []
     for label, value, meaning in _rows(result):
         text = f"{value:.4g}" if isinstance(value, float) else str(value)

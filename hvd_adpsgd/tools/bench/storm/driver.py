@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import os
+import itertools
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -40,7 +41,12 @@ def driver_file(folder: Path) -> Path:
     return folder / "driver.jsonl"
 
 
-def perform(settings: dict[str, Any], faults: Sequence[Fault], seconds: float) -> None:
+def perform(
+    settings: dict[str, Any],
+    faults: Sequence[Fault],
+    seconds: float,
+    made: Callable[[dict[str, Any], Notes, IO[bytes]], Job] = job_of,
+) -> None:
     """Start a job, play the faults, and end it; its folder then has all that is known of it.
 
     Args:
@@ -48,6 +54,7 @@ def perform(settings: dict[str, Any], faults: Sequence[Fault], seconds: float) -
             rate, seed and every_s (seconds between two copies of the models).
         faults: faults, by time, with slots below settings["slots"].
         seconds: length of the run, from the moment at which each slot has made a step.
+        made: makes the job.
 
     Raises:
         LaunchError: if a slot makes no step in time.
@@ -56,7 +63,7 @@ def perform(settings: dict[str, Any], faults: Sequence[Fault], seconds: float) -
     folder.mkdir(parents=True, exist_ok=True)
     notes = Notes(driver_file(folder))
     with (folder / "log.txt").open("ab", buffering=0) as log:
-        job = job_of(settings, notes, log)
+        job = made(settings, notes, log)
         try:
             job.start()
             _await_steps(job, folder)
@@ -101,7 +108,9 @@ class Play:
         self._ends = self._began + seconds
         self._means = Means(self._folder, job.slots, self._began, settings["every_s"])
         self._acts: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()  # of acts that are due at one time
         self._stopped: dict[int, int] = {}  # process ids by slot
+        self._cut: dict[int, float] = {}  # by slot, until when its link is cut
         for fault in faults:
             self._plan(fault.at_s, lambda fault=fault: self._commit(fault))  # type: ignore[misc]
 
@@ -110,18 +119,24 @@ class Play:
         published(began_file(self._folder), repr(self._began))
         self._notes.add("began", self._began)
         while time.monotonic() < self._ends or self._is_replacing():
-            while self._acts and self._acts[0][0] <= time.monotonic():
-                heapq.heappop(self._acts)[2]()
+            self.act()
             self._job.watch()
             self._means.collect()
             time.sleep(_POLL_S)
         self._notes.add("over", self._ends)
         for slot, pid in list(self._stopped.items()):
             self._continue(slot, pid)
+        for slot in list(self._cut):
+            self._heal(slot, math.inf)
         self._means.collect(_GRACE_S)
 
+    def act(self) -> None:
+        """Do what is due."""
+        while self._acts and self._acts[0][0] <= time.monotonic():
+            heapq.heappop(self._acts)[2]()
+
     def _plan(self, at_s: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._acts, (self._began + at_s, len(self._acts), act))
+        heapq.heappush(self._acts, (self._began + at_s, next(self._order), act))
 
     def _is_replacing(self) -> bool:
         late = time.monotonic() > self._ends + _LAST_S
@@ -138,15 +153,17 @@ class Play:
         if fault.kind == "slow":
             until = time.monotonic() + fault.duration_s
             published(fault_file(self._folder, fault.slot), f"{fault.factor!r} {until!r}")
+        elif fault.kind == "cut":
+            self._cut_off(fault)
         elif pid is not None and fault.kind == "stop":
             self._stop(fault, pid)
         elif pid is not None:
             self._stopped.pop(fault.slot, None)
-            os.kill(pid, signal.SIGKILL)
+            self._job.signal(fault.slot, pid, signal.SIGKILL)
 
     def _obstacle(self, fault: Fault) -> str:
         if fault.kind == "cut":
-            return "needs network namespaces"
+            return "" if self._job.cuts else "needs hosts"
         if fault.kind == "slow":
             return ""
         if self._job.pid(fault.slot) is None:
@@ -157,7 +174,7 @@ class Play:
         return "" if any(map(self._job.has_stepped, others)) else "no other one trains"
 
     def _stop(self, fault: Fault, pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
+        self._job.signal(fault.slot, pid, signal.SIGSTOP)
         self._stopped[fault.slot] = pid
         now = time.monotonic() - self._began
         self._plan(now + fault.duration_s, lambda: self._continue(fault.slot, pid))
@@ -167,8 +184,22 @@ class Play:
             return
         del self._stopped[slot]
         with contextlib.suppress(ProcessLookupError):  # all of a job by horovodrun start again
-            os.kill(pid, signal.SIGCONT)
+            self._job.signal(slot, pid, signal.SIGCONT)
         self._notes.add("continued", slot=slot)
+
+    def _cut_off(self, fault: Fault) -> None:
+        until = time.monotonic() + fault.duration_s
+        if fault.slot not in self._cut:
+            self._job.cut(fault.slot)
+        self._cut[fault.slot] = max(until, self._cut.get(fault.slot, 0.0))
+        self._plan(until - self._began, lambda: self._heal(fault.slot, until))
+
+    def _heal(self, slot: int, until: float) -> None:
+        """End the cut of a slot's link, unless another cut lasts longer than `until`."""
+        if self._cut.get(slot, math.inf) <= until:
+            del self._cut[slot]
+            self._job.heal(slot)
+            self._notes.add("healed", slot=slot)
 
 
 class Means:

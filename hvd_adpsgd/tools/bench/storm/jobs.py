@@ -22,7 +22,7 @@ from hvd_adpsgd.tools.bench.storm.learner import notes_file
 from hvd_adpsgd.tools.bench.storm.notes import Notes, listener_file
 from hvd_adpsgd.tools.doctor.probes import environment
 
-__all__ = ["Job", "OneByOne", "Together", "job_of"]
+__all__ = ["Job", "Joining", "OneByOne", "Together", "job_of"]
 
 _MODULE = "hvd_adpsgd.tools.bench.storm.learner"
 _HOST = "127.0.0.1"
@@ -40,7 +40,12 @@ class Job:
         settings: of its learners, see driver.settings.
         notes: gets a line for each start and end of a process.
         log: what learners print.
+
+    Attributes:
+        cuts: whether links of slots can be cut.
     """
+
+    cuts = False
 
     def __init__(self, settings: dict[str, Any], notes: Notes, log: IO[bytes]):
         self.settings, self.notes, self.log = settings, notes, log
@@ -59,6 +64,18 @@ class Job:
         """Return the process id of the learner of a slot that is alive; None if there is none."""
         raise NotImplementedError
 
+    def signal(self, slot: int, pid: int, number: int) -> None:
+        """Send a signal to the learner of a slot; ProcessLookupError if it has ended."""
+        os.kill(pid, number)
+
+    def cut(self, slot: int) -> None:
+        """Cut the link of a slot."""
+        raise NotImplementedError
+
+    def heal(self, slot: int) -> None:
+        """End the cut."""
+        raise NotImplementedError
+
     def close(self) -> int:
         """Wait until all processes have ended; return the number of those that had to be killed."""
         raise NotImplementedError
@@ -68,19 +85,26 @@ class Job:
         pid = self.pid(slot)
         if pid is None or pid in self._stepped:
             return pid is not None
-        file = notes_file(self.folder, slot, pid)
+        file = self._notes_file(slot, pid)
         if file.exists() and _STEP in file.read_bytes():
             self._stepped.add(pid)
         return pid in self._stepped
 
+    def _notes_file(self, slot: int, pid: int) -> Path:
+        """Return the lines of the learner with a process id."""
+        return notes_file(self.folder, slot, pid)
+
     def _popen(
-        self, command: list[str], variables: dict[str, str | None]
+        self, command: list[str], variables: dict[str, str | None], slot: int | None = None
     ) -> subprocess.Popen[bytes]:
-        told = {"OMP_NUM_THREADS": "1", "PATH": programs_path(), **variables}
+        """Start the learner of a slot, or a launcher of all."""
         return subprocess.Popen(
-            command, env=environment(told), stdin=subprocess.DEVNULL, stdout=self.log,
+            command, env=self._environment(variables), stdin=subprocess.DEVNULL, stdout=self.log,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+    def _environment(self, variables: dict[str, str | None]) -> dict[str, str]:
+        return environment({"OMP_NUM_THREADS": "1", "PATH": programs_path(), **variables})
 
     def _learner(self, slot: int | None) -> list[str]:
         told = json.dumps({**self.settings, "slot": slot})
@@ -133,7 +157,7 @@ class OneByOne(Job):
 
     def _start(self, slot: int, variables: dict[str, str | None]) -> None:
         at_s = time.monotonic()
-        process = self._popen(self._learner(slot), self._variables(slot) | variables)
+        process = self._popen(self._learner(slot), self._variables(slot) | variables, slot)
         self._processes[slot] = process
         self.notes.add("spawned", at_s, slot=slot, pid=process.pid)
 
@@ -152,7 +176,7 @@ class OneByOne(Job):
         return {}
 
 
-class _Adpsgd(OneByOne):
+class Joining(OneByOne):
     """Super learners of one learner. A replacement joins by the addresses that the others have written."""
 
     def _variables(self, slot: int) -> dict[str, str | None]:
@@ -267,7 +291,7 @@ def job_of(settings: dict[str, Any], notes: Notes, log: IO[bytes]) -> Job:
     scheme = settings["scheme"]
     if scheme == "horovod":
         return Together(settings, notes, log)
-    return (_Adpsgd if scheme == "hadpsgd" else _TorchFT)(settings, notes, log)
+    return (Joining if scheme == "hadpsgd" else _TorchFT)(settings, notes, log)
 
 
 def _alive(learner: psutil.Process) -> bool:

@@ -16,6 +16,7 @@ from hvd_adpsgd.tools.bench.storm.notes import lines
 
 __all__ = ["Life", "Run", "Span", "Step", "compared", "jump", "participation_over_time", "summary"]
 
+LONG_S = 120.0  # of a life whose growth is judged
 HANG_S = 60.0  # without a step, of a slot that is neither dead nor stopped
 Span = tuple[float, float]
 
@@ -282,10 +283,25 @@ def _held(run: Run) -> dict[str, float | None]:
         life.held[-1] for slot in range(run.slots) for life in run.of_slot(slot)[-1:] if life.held
     ]
     rss = [line["rss"] / 2**20 for line in last]
+    long = [life.held for life in run.lives if _seconds(life.held) >= LONG_S]
     return {
         "rss_mib": statistics.median(rss) if rss else None,
         "descriptors": max((line["descriptors"] for line in last), default=None),
+        "lives_of_2_min": len(long),
+        "rss_growth_mib": max((growth(held, "rss") / 2**20 for held in long), default=None),
+        "descriptor_growth": max((growth(held, "descriptors") for held in long), default=None),
     }
+
+
+def _seconds(held: Sequence[dict[str, Any]]) -> float:
+    return float(held[-1]["t"] - held[0]["t"]) if held else 0.0
+
+
+def growth(held: Sequence[dict[str, Any]], what: str) -> float:
+    """Return by how much the median of the last quarter of a life exceeds that of its second quarter."""
+    values, quarter = [line[what] for line in held], len(held) // 4
+    late, early = values[-quarter:], values[quarter : 2 * quarter]
+    return float(statistics.median(late) - statistics.median(early))
 
 
 def _counts(words: Iterable[str]) -> str:
