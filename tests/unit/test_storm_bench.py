@@ -256,7 +256,7 @@ def test_a_link_is_healed_when_its_longest_cut_is_over(tmp_path, monkeypatch):
         (0.5, []),
         (7.0, ["cut 2", "cut 0"]),
         (12.0, ["cut 2", "cut 0", "heal 0"]),
-        (26.0, ["cut 2", "cut 0", "heal 0", "heal 2"]),
+        (28.0, ["cut 2", "cut 0", "heal 0", "heal 2"]),
     ]:
         now[0] = 1000.0 + at_s
         play.act()
