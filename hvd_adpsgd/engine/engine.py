@@ -38,6 +38,7 @@ from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.step_rounds import StepRounds
+from hvd_adpsgd.engine.turns import Moves, leaves_out
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
 from hvd_adpsgd.errors import (
     AdpsgdError,
@@ -111,6 +112,7 @@ class Engine:
         )
         self._outer = outer
         self._plan = plan
+        self._moves(config.first_share)
         self._connections: Connections | None = None  # connections of a TCP wire; None over MPI
         # keeps the memory mapped that the engine's thread reads
         self._neighbours: Neighbours | None = None
@@ -360,8 +362,15 @@ class Engine:
 
     def move_share(self, share: float) -> None:
         """Let the next exchanges move this share of the model, at most: the peer may want a smaller one."""
+        self._moves(share)
         if (loop := self.loop) is not None:
             loop.move_share(share)
+
+    def _moves(self, share: float) -> None:
+        """Tell the memory how large a share exchanges move, unless each step has to copy the whole model."""
+        config = self.config
+        if leaves_out(self._plan, config.first_share, config.max_staleness):
+            self.memory.moving(Moves(share, config.exchanges_per_step))
 
     # ---- failures ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from hvd_adpsgd.engine.layout import Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.store import Store
+from hvd_adpsgd.engine.turns import Moves
 
 __all__ = ["ModelMemory"]
 
@@ -132,14 +133,19 @@ class ModelMemory:
         for shard in self.shards:
             shard.all_met(has_joined)
 
+    def moving(self, moves: Moves) -> None:
+        """Let passes that are not `whole` leave out chunks, as exchanges move small shares of the model."""
+        for shard in self.shards:
+            shard.moves = moves
+
     def absorb(
-        self, addresses: NDArray[np.uintp], step: int, threads: int = 1
+        self, addresses: NDArray[np.uintp], step: int, threads: int = 1, whole: bool = True
     ) -> tuple[bool, bool]:
         """Add to the parameters the corrections that exchanges have computed, of all shards.
 
         Returns:
-            Whether every parameter is finite, and whether a correction was added, as ShardMemory.absorb;
-            equal on all learners, as each of them adds all corrections and checks all parameters.
+            Whether every parameter that was looked at is finite, and whether a correction was added, as
+            ShardMemory.absorb; equal on all learners.
         """
-        found = [shard.absorb(addresses, step, threads) for shard in self.shards]
+        found = [shard.absorb(addresses, step, threads, whole) for shard in self.shards]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)

@@ -17,6 +17,7 @@ from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSp
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
+from hvd_adpsgd.engine.turns import LONGEST, Moves, steps_between_copies
 
 __all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
 
@@ -118,6 +119,7 @@ class ShardMemory:
         filled: number of parts of the layout whose mirror has been filled.
         training: number of super learners that train, as of the last publication; the leader sets it for the
             next one. 0: not told.
+        moves: what exchanges move, where passes may leave out chunks; None where they copy all.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class ShardMemory:
         self._pace = Pace()
         self._applied = NONE  # and in those that it has applied since the last take_arrivals
         self.training = 0
+        self.moves: Moves | None = None
 
     @property
     def has_rare(self) -> bool:
@@ -320,7 +323,7 @@ class ShardMemory:
         return applied
 
     def absorb(
-        self, addresses: NDArray[np.uintp], step: int, threads: int = 1
+        self, addresses: NDArray[np.uintp], step: int, threads: int = 1, whole: bool = True
     ) -> tuple[bool, bool]:
         """Add corrections from exchanges, if any, to the parameters; on the leader copy these to the engine.
 
@@ -328,14 +331,24 @@ class ShardMemory:
             addresses: address of each tensor's first element, in the order of `extend`; contiguous memory.
             step: the trainer's step of these parameters.
             threads: most threads that may compute; a small model uses one.
+            whole: whether all chunks are copied and looked at; else chunks without a correction take turns,
+                where exchanges move small shares (`moves`).
 
         Returns:
-            Whether every parameter is finite, and whether a correction was added.
+            Whether every parameter that was looked at is finite, and whether a correction was added; equal on
+            all learners of the super learner.
         """
         starts = self._starts(threads)
-        found = self.store.absorb(self._spans, addresses, self.take(), step, starts)
+        every, checked = self.turns(whole)
+        found = self.store.absorb(self._spans, addresses, self.take(), step, starts, every, checked)
         self._has_landed(step)
         return found
+
+    def turns(self, whole: bool = False) -> tuple[int, int]:
+        """Return the steps between two copies of a chunk without a correction, and two looks at it."""
+        if whole or self.moves is None:
+            return 1, 1
+        return steps_between_copies(self.moves, self.layout.nchunks), LONGEST
 
     def _starts(self, threads: int) -> list[int]:
         """Divide the chunks equally among threads; return, as indices in `_spans`, where each starts."""

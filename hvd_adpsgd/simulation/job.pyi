@@ -45,6 +45,7 @@ class Job:
         rare: Sequence[int] = (),
         rare_period: int = 1,
         prefer: float = 0.0,
+        every: int = 1,
     ) -> None: ...
     def add(
         self,

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.config import MOST_PREFERRED
+from hvd_adpsgd.engine.turns import Moves, leaves_out, steps_between_copies
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation import slow_links
 from hvd_adpsgd.simulation.bounds import SEED, Bound, in_bound
@@ -394,6 +395,7 @@ def job_of(
         rare=rare[0],
         rare_period=rare[1],
         prefer=c.prefer,
+        every=_steps_between_copies(c, len(models[0])),
     )
     if c.max_overhead:
         chunks = len(models[0])
@@ -403,6 +405,14 @@ def job_of(
     if joining is not None:
         job.expect(functools.partial(member_plans, c.strategy), joining, most)
     return job
+
+
+def _steps_between_copies(c: Cluster, chunks: int) -> int:
+    """Return the steps between two copies of a chunk to the engine, for the first share of exchanges."""
+    plan = parse(c.strategy).plan(0, c.super_learners)
+    if not leaves_out(plan, c.share, c.max_staleness):
+        return 1
+    return steps_between_copies(Moves(c.share, c.rate), chunks)
 
 
 def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]], in_pairs: bool) -> None:

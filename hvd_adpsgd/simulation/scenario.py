@@ -57,7 +57,7 @@ STRATEGIES = (
 # faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
 _RARE = ("suspect", "join", "break", "link", "share")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-_OLDER = 1000  # seeds below have the scenarios that earlier versions drew
+_OLDER, _OLD = 1000, 2000  # seeds below have the scenarios that earlier versions drew
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
@@ -79,6 +79,7 @@ BOUNDS: dict[str, Bound] = {
     "late_control": (0.0, 1.0),
     "rare_period": (1, 64),
     "prefer": (0.0, MOST_PREFERRED),
+    "copy_every": (1, 64),
     "bytes_per_s": (1e-3, 1e15),
     "slack": (0.0, 1e6),
     "detect_s": TIME,
@@ -183,6 +184,7 @@ class Scenario:
         reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
         rare_period: chunks with odd numbers move in every so-manyth exchange only.
         prefer: the option prefer_fast_peers.
+        copy_every: steps between two copies of a chunk without a correction to the engine.
     """
 
     seed: int
@@ -210,6 +212,7 @@ class Scenario:
     late_control: float = 0.0
     rare_period: int = 1
     prefer: float = 0.0
+    copy_every: int = 1
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -334,7 +337,8 @@ class Scenario:
             f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}"
             f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}"
             f"{f', odd chunks in every {self.rare_period}th exchange' if self.rare_period > 1 else ''}"
-            f"{f', fast peers preferred by {self.prefer:g}' if self.prefer else ''}",
+            f"{f', fast peers preferred by {self.prefer:g}' if self.prefer else ''}"
+            f"{f', chunks copied every {self.copy_every}th step' if self.copy_every > 1 else ''}",
         ]
         lines += [
             f"  {i}: {x.rate:g} exchanges per step of {x.step_s:g} s (+- {x.spread:.0%}), "
@@ -472,6 +476,9 @@ def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, rare_period=c.choose((2, 4, 8)))
     if c.happens(0.2):
         s = dataclasses.replace(s, prefer=c.choose((0.5, 0.95)))
+    gossips = rounds_of(s.strategy, s.size)[0] is None and not s.max_staleness
+    if s.seed >= _OLD and s.share < 1 and gossips and c.happens(0.5):
+        s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
     return s
 
 
@@ -630,6 +637,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         rare=range(1, s.chunks + s.later, 2) if s.rare_period > 1 else (),
         rare_period=s.rare_period,
         prefer=s.prefer,
+        every=s.copy_every,
     )
     _add_learners(job, s)
     if s.hosts:

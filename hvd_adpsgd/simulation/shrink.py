@@ -92,6 +92,7 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
         "shown": False,
         "rare_period": 1,
         "prefer": 0.0,
+        "copy_every": 1,
     }
     for name, value in plain.items():
         if getattr(s, name) != value:

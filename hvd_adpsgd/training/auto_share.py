@@ -36,23 +36,26 @@ class Used(NamedTuple):
     training_s: float
 
 
-def cost_s(used: Used, cores: float) -> float:
+def cost_s(used: Used, cores: float, every: int = 1) -> float:
     """Return by how many seconds exchanges have lengthened the steps.
 
     Of the trainer's pass over the model a chunk with a correction takes twice the memory traffic of one
-    without: with corrections in the part c of the chunks they cost c / (1 + c) of it. The rest is paid at any
-    share, so it does not count. A CPU second of the engine takes 1 / cores of the learner's computing power,
-    as far as training uses that.
+    without, and of those without a part 1 / every is copied. So with corrections in the part c of the chunks
+    they cost c (2 - 1 / every) / (2 c + (1 - c) / every) of it, c / (1 + c) if every = 1. The rest is paid
+    without exchanges, too, so it does not count. A CPU second of the engine takes 1 / cores of the learner's
+    computing power, as far as training uses that.
 
     Args:
         used: by some steps.
         cores: cores of the host per learner.
+        every: steps between two copies of a chunk without a correction.
     """
     if used.steps <= 0 or used.seconds <= 0:
         return 0.0
     changed = min(1.0, used.models / used.steps)
     busy = min(1.0, used.training_s / (cores * used.seconds))
-    return used.pass_s * changed / (1 + changed) + busy * used.engine_s / cores
+    of_pass = changed * (2 - 1 / every) / (2 * changed + (1 - changed) / every)
+    return used.pass_s * of_pass + busy * used.engine_s / cores
 
 
 class AutoShare:
@@ -126,7 +129,7 @@ class AutoShare:
                 used.steps - self._used.steps,
                 *(now - then for now, then in zip(used[1:], self._used[1:], strict=True)),
             )
-            self._cost_s += cost_s(spent, self._cores)
+            self._cost_s += cost_s(spent, self._cores, engine.memory.own.turns()[0])
         self._used = used
         exchanges = int(found["exchanges_active"] + found["exchanges_passive"])
         totals = Spent(

@@ -138,7 +138,9 @@ class AveragedTensors:
         for staging in self._stagings:
             staging.settle()
 
-    def absorb(self, engine: Engine, step: int, waits: bool = True) -> int | None:
+    def absorb(
+        self, engine: Engine, step: int, waits: bool = True, whole: bool = True
+    ) -> int | None:
         """Add corrections from exchanges, if any, to the tensors; copy the tensors to the engine (mirror).
 
         Args:
@@ -146,13 +148,14 @@ class AveragedTensors:
             step: number of the trainer's step.
             waits: whether to wait until devices have added and copied. Else the engine offers the model to
                 peers when its copy is complete.
+            whole: on CPUs, see ShardMemory.absorb.
 
         Returns:
             The last step whose parameters were found not to be finite; None if all are finite. Without
             `waits`, only steps whose check the devices have finished count.
         """
         if not self._stagings:
-            return self._absorb_in_place(step)
+            return self._absorb_in_place(step, whole)
         *others, own = self._stagings
         if waits:
             self.settle()
@@ -167,9 +170,9 @@ class AveragedTensors:
             found = own.nonfinite(step if self.world.inner_size > 1 else None)
         return max(found, default=None)
 
-    def _absorb_in_place(self, step: int) -> int | None:
+    def _absorb_in_place(self, step: int, whole: bool) -> int | None:
         threads = pass_threads(self.world.local_size)
-        finite, corrected = self.memory.absorb(self.parameters.addresses(), step, threads)
+        finite, corrected = self.memory.absorb(self.parameters.addresses(), step, threads, whole)
         if corrected:
             self.parameters.write_back()
         return None if finite else step

@@ -301,7 +301,7 @@ class Averaging:
         self._publish_inside()
         self.rule.pass_time(self.step)
         self.rule.before_corrections()
-        finite = self.absorb(waits=not self._lands_later)
+        finite = self.absorb(waits=not self._lands_later, whole=False)
         self.rule.after_corrections()
         return finite
 
@@ -372,17 +372,20 @@ class Averaging:
             if not self.engine.memory.is_alone:
                 self.engines.inner_barrier()
 
-    def absorb(self, waits: bool = True) -> bool:
+    def absorb(self, waits: bool = True, whole: bool = True) -> bool:
         """Add corrections from exchanges, if any, to the tensors; copy the tensors to the engine (mirror).
 
         Args:
             waits: whether to wait until devices have added and copied. Else the model is offered to peers
                 when its copy is complete.
+            whole: whether to copy and check all of the model; else chunks that no exchange has changed take
+                turns, where exchanges move small shares.
 
         Returns:
-            Whether every parameter is finite; without `waits`, in steps whose check devices have finished.
+            Whether every parameter is finite; without `waits`, in steps whose check devices have finished,
+            and without `whole`, in chunks that were checked.
         """
-        bad = self.tensors.absorb(self.engine, self.step, waits)
+        bad = self.tensors.absorb(self.engine, self.step, waits, whole)
         if bad is not None:
             self.nonfinite_step = bad
         return bad is None

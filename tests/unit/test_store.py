@@ -17,6 +17,7 @@ from hvd_adpsgd.engine.layout import Layout, TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
+from hvd_adpsgd.engine.turns import LONGEST, Moves, steps_between_copies
 from tests.unit.test_kernels import DTYPES, decode, encode, wide
 from tests.unit.test_shared_memory import TwoLearners
 
@@ -460,3 +461,79 @@ def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: b
     learner.store.add_pending(learner.spans, np.array([copy.ctypes.data], dtype=np.uintp))
     np.testing.assert_allclose(copy, expected, rtol=0, atol=10 * ROUNDING[dtype])
     np.testing.assert_array_equal(learner.model, before)
+
+
+# ---- passes that leave out chunks
+
+
+def passed(learner: Learner, slot: int, every: int = 4, checked: int = 8) -> tuple[bool, list[int]]:
+    """Make a pass; return whether what it looked at is finite, and each chunk's step in the mirror."""
+    finite, _ = learner.store.absorb(
+        learner.spans, learner.addresses, slot, learner.step, (0,), every, checked
+    )
+    learner.step += 1
+    steps = []
+    for i, chunk in enumerate(learner.chunks if learner.mirror is not None else ()):
+        out = encode(np.zeros(chunk.count), learner.dtype)
+        steps.append(learner.store.snapshot(i, -1, out.view(np.uint8))[1])
+    return finite, steps
+
+
+def test_chunks_without_a_correction_take_turns():
+    a = Learner(np.zeros(64))  # 8 chunks of 8 elements
+    assert passed(a, -1) == (True, [0] * 8)  # the first pass copies all
+    seen = [passed(a, -1)[1] for _ in range(8)]
+    assert seen[0] == [0, 0, 0, 1, 0, 0, 0, 1]  # step 1: chunks 3 and 7
+    for step, steps in enumerate(seen, 1):
+        assert max(steps) == step
+        assert all(step - at < 4 for at in steps)
+        assert sum(at == step for at in steps) == 2
+    assert passed(a, -1, every=1)[1] == [9] * 8  # exchanges move more again
+    a.update(np.ones(64))
+    _, steps = passed(a, -1, every=2)
+    for i, at in enumerate(steps):
+        assert (a.snapshot(i) == float(at == 10)).all()
+
+
+def test_a_chunk_with_a_correction_is_always_copied():
+    a, b = Learner(np.zeros(64)), Learner(np.full(64, 8.0))
+    for learner in (a, b):
+        passed(learner, -1)
+        learner.update(np.ones(64))
+    exchange(a, b, 2)  # as offered: local updates since then are not in the mirror
+    finite, steps = passed(a, a.store.publish())
+    assert finite
+    assert steps == [0, 0, 1, 1, 0, 0, 0, 1]
+    assert (a.values[16:24] == 1 + 4).all()
+    assert (a.snapshot(2) == 5).all()
+    assert (a.snapshot(0) == 0).all()
+
+
+def test_what_is_not_finite_is_found_by_all_learners_alike():
+    """The leader copies each second step, other learners not at all: they look in the same steps."""
+    leader = Learner(np.zeros(64), node=True)
+    other = Learner(np.zeros(64), leader=leader)
+    for learner in (leader, other):
+        assert passed(learner, -1, every=2)[0]
+        learner.model[8 * 5] = np.nan  # chunk 5 is looked at in steps 3, 11, ...
+    found = [[passed(learner, -1, every=2)[0] for _ in range(16)] for learner in (leader, other)]
+    assert found[0] == found[1] == [step not in (3, 11) for step in range(1, 17)]
+
+
+def test_a_pass_whose_turns_do_not_fit_is_refused():
+    a = Learner(np.zeros(8))
+    with pytest.raises(ValueError, match="every 3, checked 8: the first must divide the second"):
+        passed(a, -1, every=3)
+
+
+@pytest.mark.parametrize(
+    ("share", "rate", "chunks", "steps"),
+    [
+        (1.0, 1.0, 40, 1), (0.25, 1.0, 40, 2), (0.2, 1.0, 40, 2), (0.125, 1.0, 40, 4),
+        (1 / 16, 1.0, 40, 8), (0.001, 1.0, 4000, 8), (1 / 16, 2.0, 40, 4), (1 / 16, 0.1, 40, 8),
+        (1 / 16, 1.0, 4, 2), (1 / 16, 1.0, 1, 1), (0.5, 0.0, 40, 8), (0.1, 1.0, 0, 1),
+    ],
+)  # fmt: skip
+def test_a_chunk_is_copied_as_often_as_exchanges_move_it(share, rate, chunks, steps):
+    assert steps_between_copies(Moves(share, rate), chunks) == steps
+    assert LONGEST % steps == 0

@@ -23,6 +23,9 @@ open the slot of t - 1, which a late learner may still be reading, and merging w
 all-reduce of step t. A learner that is alone in its super learner applies each slot before it publishes the
 next one, and has two.
 
+A pass need not copy each chunk. A chunk without a correction may stay as the mirror has it: the mirror then lacks
+local updates, and no correction. Its peers get an older chunk, and both sides merge exactly opposite terms.
+
 Corrections are float64 or float32. A 16-bit parameter takes the rounded sum, and the rounding error goes into
 the open slot as a correction, to be applied with the next publication. The leader alone writes it: all
 learners of the super learner read the same corrections, and so compute the same bits.
@@ -422,36 +425,58 @@ cdef struct Run:            # a part of one pass over the model: whole chunks, f
     const uintptr_t* tensors
     int published
     int64_t step
+    int every               # a chunk without a correction is copied to the mirror every so-manyth step
+    int checked             # and looked at by all learners of the super learner
     int found               # flags of adpsgd_apply
     bint corrected          # the published slot held something
     bint has_thread
     pthread_t thread
 
 
+cdef inline bint has_turn(Run* r, int64_t chunk, int every) noexcept nogil:
+    return (r.step + chunk) % every == 0
+
+
 cdef void* absorb_run(void* argument) noexcept nogil:
-    """Apply the published slot to the chunks of a run."""
+    """Apply the published slot to the chunks of a run; copy those to the mirror whose turn it is."""
     cdef Run* r = <Run*>argument
-    cdef int64_t i = 0, last
+    cdef int64_t i = 0, last, chunk
     cdef Chunk* c
-    cdef bint leads
+    cdef bint corrected, counts
+    cdef int every
     while i < r.nspans:
-        c = chunk_at(r.m, <int>r.spans[i].chunk)
-        leads = c.mirror != NULL
+        chunk = r.spans[i].chunk
+        c = chunk_at(r.m, <int>chunk)
         last = i + 1
-        while last < r.nspans and r.spans[last].chunk == r.spans[i].chunk:
+        while last < r.nspans and r.spans[last].chunk == chunk:
             last += 1
-        if leads:
-            pthread_mutex_lock(&c.lease)
-            begin_change(c)
-        r.found |= absorb_chunk(r.m, c, r.spans + i, last - i, r.tensors, r.published)
-        r.corrected |= r.published >= 0 and c.full[r.published][0] != 0
-        if leads:
-            c.absorbed = True
-            c.step = r.step
-            fence()                 # adpsgd_apply may have written past the caches
-            end_change(r.m, c)
+        corrected = r.published >= 0 and c.full[r.published][0] != 0
+        r.corrected |= corrected
+        # what is not finite counts where all learners look, so that all find the same
+        counts = corrected or c.step < 0 or has_turn(r, chunk, r.checked)
+        every = r.every if c.mirror != NULL else r.checked
+        if counts or has_turn(r, chunk, every) or r.step - c.step >= every:
+            absorb_whole(r, c, i, last - i, counts)
         i = last
     return NULL
+
+
+cdef void absorb_whole(Run* r, Chunk* c, int64_t first, int64_t nspans, bint counts) noexcept nogil:
+    """Apply the published slot to a chunk, which `nspans` spans from `first` on make up; on a leader copy it."""
+    cdef bint leads = c.mirror != NULL
+    cdef int found
+    if leads:
+        pthread_mutex_lock(&c.lease)
+        begin_change(c)
+    found = absorb_chunk(r.m, c, r.spans + first, nspans, r.tensors, r.published)
+    r.found |= found if counts else 0
+    if not leads:
+        c.step = r.step
+        return
+    c.absorbed = True
+    c.step = r.step
+    fence()                         # adpsgd_apply may have written past the caches
+    end_change(r.m, c)
 
 
 cdef void absorb_runs(Run* runs, int count) noexcept nogil:
@@ -596,8 +621,11 @@ cdef class Store:
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
-               int64_t step, starts=(0,)):
+               int64_t step, starts=(0,), int every=1, int checked=1):
         """Apply the published correction: parameter += correction; mirror = parameter.
+
+        Chunks without a correction take turns: one is copied to the mirror every `every`th step, and all
+        learners of the super learner look every `checked`th step whether it is finite.
 
         Without `tensors` (leader only): mirror += correction. Then the parameters are on a device, the mirror
         holds a copy of them from before the correction, and the device adds the correction itself.
@@ -610,10 +638,12 @@ cdef class Store:
             step: the trainer's step of the parameters.
             starts: the first span of each run, at most RUNS; a run begins at the beginning of a chunk, and
                 gets a thread.
+            every: steps between two copies of a chunk without a correction, >= 1; divides `checked`.
+            checked: steps between two looks at it, equal on all learners of the super learner.
 
         Returns:
-            Whether every parameter is finite, and whether the slot held anything. Without `tensors`, only
-            parameters that a correction has changed are checked.
+            Whether every parameter that was looked at is finite, and whether the slot held anything; equal on
+            all learners. Without `tensors`, only parameters that a correction has changed are checked.
         """
         cdef Run runs[RUNS]
         cdef int64_t n = spans.shape[0]
@@ -623,6 +653,8 @@ cdef class Store:
             return True, False
         if count > RUNS:
             raise ValueError(f"{count} runs, at most {RUNS} are allowed")
+        if every < 1 or checked % every:
+            raise ValueError(f"every {every}, checked {checked}: the first must divide the second")
         memset(runs, 0, sizeof(runs))
         for i in range(count):
             runs[i].m = &self.memory
@@ -630,6 +662,7 @@ cdef class Store:
             runs[i].nspans = (starts[i + 1] if i + 1 < count else n) - starts[i]
             runs[i].tensors = NULL if tensors is None else &tensors[0]
             runs[i].published, runs[i].step = published, step
+            runs[i].every, runs[i].checked = every, checked
         with nogil:
             absorb_runs(runs, count)
         for i in range(count):

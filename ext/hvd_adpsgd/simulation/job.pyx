@@ -67,13 +67,14 @@ cdef class Job(JobState):
             `stays_out(rank)` if a newcomer with that rank is not admitted.
         rare, rare_period: numbers of chunks that move in every `rare_period`th exchange only.
         prefer: the option prefer_fast_peers.
+        every: steps between two copies of a chunk without a correction to the mirror.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
                   means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
                   bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
                   double reports_s=0.0, double exchange_share=1.0, local=None, rare=(), int rare_period=1,
-                  double prefer=0.0):
+                  double prefer=0.0, int every=1):
         self.network = network
         self.net = &network.net
         self.n = self.living = network.size
@@ -104,6 +105,7 @@ cdef class Job(JobState):
         self.reports_s = reports_s
         self.exchange_share = exchange_share
         self.prefer = prefer
+        self.every, self.moved = every, {}
         self.rare, self.rare_period = set(rare), rare_period
         self.story = [] if trace else None
         self.timeline = [] if trace else None

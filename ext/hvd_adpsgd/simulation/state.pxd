@@ -138,6 +138,8 @@ cdef class JobState:
     cdef double reports_s       # 0: no reports
     cdef double exchange_share
     cdef double prefer          # probability with which an engine asks the fastest of the next peers
+    cdef int every              # steps between two copies of a chunk without a correction to the mirror
+    cdef dict moved             # [process]: by step, the sum of its updates so far, for checks of the mirror
     cdef set rare               # numbers of the chunks that are in every `rare_period`th exchange only
     cdef int rare_period
     cdef public object steer    # called with (job, engine) after each offer, to change its share; or None

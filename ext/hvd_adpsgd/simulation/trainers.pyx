@@ -9,10 +9,10 @@ import numpy as np
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.membership cimport LEFT
 from hvd_adpsgd.engine.mailbox cimport load, load_count
-from hvd_adpsgd.engine.store cimport Store
+from hvd_adpsgd.engine.store cimport Memory, Store, chunk_at
 from hvd_adpsgd.simulation.chance cimport between, draw
 from hvd_adpsgd.simulation.promises cimport check_replaced, check_versions, versions_of
-from hvd_adpsgd.simulation.state cimport (BEGIN_MEAN, COME, DONE_STEPS, FLOAT16, FRESH, MEET, REST, STEP, WAIT, Actor, Doing,
+from hvd_adpsgd.simulation.state cimport (BEGIN_MEAN, COME, DONE_STEPS, FLOAT16, FLOAT64, FRESH, MEET, REST, STEP, WAIT, Actor, Doing,
                                           JobState)
 
 
@@ -110,7 +110,8 @@ cdef void end_step(JobState job, int i):
     update(job, i)
     if a.extend_at == a.step:
         job.add_chunks(i, job.nchunks, job.nchunks + job.later)
-    absorb(job, i, a.step)
+    absorb(job, i, a.step, job.every)
+    check_mirror(job, i)
     if job.local is not None:
         job.local.after_corrections(a.process)
     if a.extend_at == a.step:
@@ -142,7 +143,7 @@ cdef void offer(JobState job, int i, bint fit):
     job.turn_at(i, job.net.now_s + between(&job.chance, 0, 50e-6))
 
 
-cdef int absorb(JobState job, int i, int64_t step) except -1:
+cdef int absorb(JobState job, int i, int64_t step, int every=1) except -1:
     cdef Store chunks = job.stores[i]
     cdef int n = chunks.memory.nchunks
     model = job.models[i]
@@ -150,14 +151,31 @@ cdef int absorb(JobState job, int i, int64_t step) except -1:
     if job.means == "replace" and job.checks:
         check_replaced(job, i, n)
     if job.followers[i] is None:
-        chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step)
+        chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step, (0,), every, every)
         return 0 if versions is None else check_versions(job, i, versions)
     follow(job, i)
     behind = model.copy()
-    chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step)
+    chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step, (0,), every, every)
     if versions is not None:
         check_versions(job, i, versions)
     job.late[i] = behind, n, chunks.published, model.copy()
+    return 0
+
+
+cdef int check_mirror(JobState job, int i) except -1:
+    """Check that the mirror lacks updates since its steps, and no correction, where not each step copies all."""
+    cdef Memory* m = &(<Store>job.stores[i]).memory
+    cdef int c
+    if job.every == 1 or not job.checks or job.local is not None or job.dtype == FLOAT16:
+        return 0
+    mirror, moved = job.areas[i][0], job.moved.get(job.actors[i].process, {})
+    now = moved.get(job.actors[i].step, 0.0)
+    for c in range(m.nchunks):
+        lacks = now - moved.get(chunk_at(m, c).step, 0.0)
+        off = np.abs(job.models[i][c] - mirror[c] - lacks).max()
+        if off > (1e-9 if job.dtype == FLOAT64 else 4e-3):      # a model that is not offered is not a number
+            job.fail("invariant (mirror)", f"the mirror of engine {i} is off by {off:.3g} in chunk {c}, beside {lacks:g} of "
+                     f"updates since step {chunk_at(m, c).step}")
     return 0
 
 
@@ -222,6 +240,9 @@ cdef int update(JobState job, int i) except -1:
     model += model.dtype.type(change)
     if job.checks:
         job.expected += change if before is None else model - before      # 16 bits round the update
+    if job.checks and job.every > 1:
+        moved = job.moved.setdefault(job.actors[i].process, {})
+        moved[job.actors[i].step] = moved.get(job.actors[i].step - 1, 0.0) + change
     return 0
 
 

@@ -1,0 +1,52 @@
+"""How often a step copies a chunk without a correction from the parameters to the engine (mirror)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from hvd_adpsgd.strategies.plan import Plan
+
+__all__ = ["LARGEST_SHARE", "LONGEST", "Moves", "leaves_out", "steps_between_copies"]
+
+LONGEST = 8  # steps between two copies of a chunk, and between two looks whether it is finite
+LARGEST_SHARE = 0.25  # of the model: if exchanges move more, each step copies all
+
+
+class Moves(NamedTuple):
+    """What exchanges move.
+
+    Attributes:
+        share: share of the model in an exchange.
+        rate: exchanges per step for which the engine asks; it answers about as many.
+    """
+
+    share: float
+    rate: float
+
+
+def leaves_out(plan: Plan, share: float, max_staleness: int | None) -> bool:
+    """Whether steps may leave out chunks when they copy the model.
+
+    Args:
+        plan: a strategy's plan. In rounds, models are averaged as they are after the step.
+        share: share of the model that exchanges move, or the first one if it is chosen later.
+        max_staleness: the option of that name; 0 or None: no bound.
+    """
+    gossips = plan.in_step is None and plan.rule is None
+    return gossips and not max_staleness and share <= LARGEST_SHARE
+
+
+def steps_between_copies(moves: Moves, chunks: int) -> int:
+    """Return the steps between two copies of a chunk: at most those between two exchanges of it.
+
+    Args:
+        moves: what exchanges move.
+        chunks: number of chunks of the model; an exchange moves at least one.
+
+    Returns:
+        A power of 2 from 1 to LONGEST.
+    """
+    per_step = 2 * moves.rate * max(moves.share, 1 / max(1, chunks))
+    steps = min(LONGEST, 1 / per_step) if per_step > 0 else LONGEST
+    return 1 << int(math.log2(steps)) if steps > 1 else 1

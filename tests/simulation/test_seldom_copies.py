@@ -1,0 +1,33 @@
+"""Chunks without a correction that are copied to the engine in some steps only: every promise holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hvd_adpsgd.simulation import shrink
+from hvd_adpsgd.simulation.scenario import Scenario, rounds_of, run
+
+SEEDS = [seed for seed in range(400) if rounds_of(Scenario.random(seed).strategy, 4)[0] is None]
+
+
+@pytest.mark.parametrize("every", [2, 8])
+def test_every_promise_holds_and_the_mirror_lacks_local_updates_only(every: int) -> None:
+    """Also beside crashes, joins, shared memory and few bits; the mirror is checked in each step."""
+    for seed in SEEDS:
+        drawn = replace(Scenario.random(seed), copy_every=every, share=0.25, max_staleness=0)
+        run(drawn)
+
+
+def test_seeds_of_the_campaign_copy_seldom() -> None:
+    drawn = [Scenario.random(seed) for seed in range(2000, 2400)]
+    assert {s.copy_every for s in drawn} == {1, 2, 4, 8}
+    assert all(s.share < 1 for s in drawn if s.copy_every > 1)
+    assert any("chunks copied every 4th step" in str(s) for s in drawn)
+    assert all(Scenario.random(seed).copy_every == 1 for seed in range(0, 2000, 7))
+
+
+def test_a_failing_scenario_is_first_tried_with_whole_copies() -> None:
+    drawn = replace(Scenario.random(3), copy_every=8)
+    assert any(s.copy_every == 1 for s in shrink._plainer(drawn))
