@@ -18,6 +18,7 @@ import torch
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.engine.turns import Moves
 from hvd_adpsgd.training.devices import Device
 from hvd_adpsgd.training.staging import Staging
 from tests.lagging import Lagging, Scheduler
@@ -201,13 +202,13 @@ class Learner:
 
         self.do(optimizer)
 
-    def absorb(self, step: int, wants: bool = True) -> None:
+    def absorb(self, step: int, wants: bool = True, whole: bool = True) -> None:
         with self.place.trains():
-            self.staging.absorb(step, wants, lambda *told: self.offered.append(told))
+            self.staging.absorb(step, wants, lambda *told: self.offered.append(told), whole)
         self.do(lambda: self.saw.append([tensor.clone() for tensor in self.tensors]))
 
     def land(self) -> None:
-        """Let the copy that is on its way come, and look at it: the mirror is the model of one step."""
+        """Let the copy that is on its way come, and look at it: what was copied is the model of one step."""
         if self.landing is None or self.landing.done():
             return
         slot, step = self.memory.landing
@@ -216,8 +217,19 @@ class Learner:
         expected = flat(self.before[step])
         if slot >= 0:
             expected = corrected(expected, self.slot(slot), self.dtype)
+        if self.lands_as is not None:
+            expected = np.where(self.copied_in(step), expected, self.lands_as)
         np.testing.assert_array_equal(self.mirror(), expected)
         self.lands_as = expected
+
+    def copied_in(self, step: int) -> np.ndarray:
+        """Which elements the mirror has of a step, in the order of the layout."""
+        found = []
+        for i, chunk in enumerate(self.memory.layout.parts[0].chunks):
+            size = torch.finfo(getattr(torch, self.dtype)).bits // 8
+            _, its = self.memory.store.snapshot(i, -1, np.zeros(chunk.count * size, np.uint8))
+            found.append(np.full(chunk.count, its == step))
+        return np.concatenate(found)
 
     def look(self) -> None:
         """Each number of the mirror is of the last model that came, or of the one that is coming."""
@@ -295,10 +307,16 @@ def make_node(values, dtype, size, seed, places, strided) -> list[Learner]:
     return made
 
 
+def copy_every_fourth(memory: ShardMemory) -> None:
+    """Let each chunk have its turn in every fourth step, as if two exchanges moved it in ten."""
+    memory.moves = Moves(share=0.0, rate=memory.layout.nchunks / 10)
+
+
 class Job:
     """Super learners that train and exchange, one host thread for all, in a seeded order."""
 
-    def __init__(self, seed, dtype, sizes, places=OnLagging, strided=True):
+    def __init__(self, seed, dtype, sizes, places=OnLagging, strided=True, seldom=False):
+        self.whole = not seldom
         self.random = random.Random(seed)
         self.rng = np.random.default_rng(seed)
         self.dtype = dtype
@@ -307,6 +325,9 @@ class Job:
             make_node(start, dtype, size, (seed << 4) + i, places, strided)
             for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
         ]
+        for learner in (learner for node in self.nodes for learner in node):
+            if seldom:
+                copy_every_fourth(learner.memory)
         self.start = np.mean([node[0].values for node in self.nodes], axis=0)
         self.steps = [0] * len(sizes)
         self.exchanges = 0
@@ -346,7 +367,8 @@ class Job:
             if len(node) == 1:
                 learner.memory.publish()
             due = self.random.random() < 0.5
-            learner.absorb(step, wants=learner.memory.wants(step, due, rate=0.3))
+            wants = learner.memory.wants(step, due, rate=0.3)
+            learner.absorb(step, wants, self.whole)
 
     def all_reduce(self, node: list[Learner], waits: bool) -> None:
         """Of gradients: no stream goes on before all have come. Horovod's host waits, or does not."""

@@ -384,12 +384,18 @@ class ShardMemory:
         assert self.landing is None
         self.landing = Landing(slot, step)
 
-    def land(self) -> None:
+    def land(self, copied: Sequence[tuple[int, int]] | None = None) -> None:
         """End the copy of parameters to the engine (mirror): add the correction that this copy lacks.
 
         Callable on any thread.
+
+        Args:
+            copied: the copied chunks, among them all with a correction: first and last one, `last` excluded;
+                None: all.
         """
         assert self.landing is not None
+        for first, last in [(0, self.layout.nchunks)] if copied is None else copied:
+            self.store.filled(first, last, self.landing.step)
         self.store.absorb(self._spans, None, *self.landing)
         self._has_landed(self.landing.step)
         self.landing = None  # must come last: from now on `publish` is not deferred

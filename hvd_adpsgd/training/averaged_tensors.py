@@ -148,7 +148,7 @@ class AveragedTensors:
             step: number of the trainer's step.
             waits: whether to wait until devices have added and copied. Else the engine offers the model to
                 peers when its copy is complete.
-            whole: on CPUs, see ShardMemory.absorb.
+            whole: see ShardMemory.absorb.
 
         Returns:
             The last step whose parameters were found not to be finite; None if all are finite. Without
@@ -166,7 +166,7 @@ class AveragedTensors:
             self.settle()
             found = own.nonfinite()
         else:
-            own.absorb(step, engine.wants_copy(step), engine.offer)
+            own.absorb(step, engine.wants_copy(step), engine.offer, whole)
             found = own.nonfinite(step if self.world.inner_size > 1 else None)
         return max(found, default=None)
 

@@ -20,6 +20,8 @@ same corrections to the mirror (`ShardMemory.land`) and offers the model. While 
 begins, and no slot is published: with a host far ahead of its device, or slow copies, models are offered, and
 corrections applied, every few steps.
 
+With small exchanges pieces without corrections take turns: each is copied in some steps only.
+
 Parameters are copied to the mirror before the slot's corrections are added to them. So a copy differs from
 the copy before it by local updates only, and the engine may read the mirror while the copy runs. The leader
 alone computes the residuals of 16-bit rounding, from the mirror, in `land`.
@@ -73,6 +75,9 @@ class Staging:
             of a piece's size.
         checks: whether to check parameters for NaN and infinity; without it nothing is copied to the host
             and `nonfinite` returns [].
+
+    Attributes:
+        down_nbytes, up_nbytes: bytes copied to the host, and from it, so far.
     """
 
     def __init__(
@@ -90,6 +95,8 @@ class Staging:
         self._landing: Future[None] | None = None
         self._checks: deque[_Check] = deque()
         self._fit = True  # whether the engine's copy of the model (mirror) is finite
+        self._copied: dict[int, int] = {}  # by number of the piece, the step of its last copy
+        self.down_nbytes = self.up_nbytes = 0
         # by address of the memory: whether pin() succeeded, the device, the memory
         self._pinned: dict[int, tuple[bool, Device, np.ndarray]] = {}
         # unpin before the memory is freed: else copies to memory that gets its address later go to old pages
@@ -99,6 +106,7 @@ class Staging:
         """Use `memory` as the engine's, to and from which `tensors` are copied. No copy may be running."""
         where = [self._devices(tensor) for tensor in tensors]
         self._table = _Table(memory, tensors, self._piece_nbytes)
+        self._copied = {}
         for device in dict.fromkeys(where):
             if device not in self._lanes:
                 self._lanes[device] = _Lane(device)
@@ -115,7 +123,11 @@ class Staging:
                     self._pinned[part.ctypes.data] = away[0].pin(part), away[0], part
 
     def absorb(
-        self, step: int, wants: bool, offer: Callable[[int, bool], None] | None = None
+        self,
+        step: int,
+        wants: bool,
+        offer: Callable[[int, bool], None] | None = None,
+        whole: bool = True,
     ) -> None:
         """Let devices add corrections from exchanges to parameters; on the leader, copy these to the engine.
 
@@ -124,6 +136,8 @@ class Staging:
             wants: whether to copy the parameters also without published corrections (if no copy is running).
             offer: called with the step of the model in the mirror and whether that is finite: in another
                 thread when the copy is complete; at once, if no copy is made.
+            whole: whether a copy is of all pieces; else those without corrections take turns, where exchanges
+                move small shares.
 
         Raises:
             RuntimeError: torch's, if a device failed in an earlier copy.
@@ -139,6 +153,9 @@ class Staging:
         if copies:
             self._landed()
             memory.depart(slot, step)
+            others = self._in_turn(others, step, memory.turns(whole)[0])
+            self.down_nbytes += sum(self._table.mirror(run).nbytes for run in corrected + others)
+        self.up_nbytes += sum(self._table.corrections(run, slot).nbytes for run in corrected)
         for lane in self._lanes.values():
             lane.absorb(corrected, others, slot, copies)
         if not self._looks:
@@ -147,13 +164,28 @@ class Staging:
         self._checks.append(check)
         if copies:
             busy = [event for lane in self._lanes.values() for event in lane.busy]
-            self._landing = self._submit(lambda: self._land(memory, busy, check, offer))
+            copied = [self._table.chunks(run) for run in corrected + others]
+            self._landing = self._submit(lambda: self._land(memory, copied, busy, check, offer))
         elif offer is not None and memory.step >= 0:
             offer(memory.step, self._fit)
+
+    def _in_turn(self, runs: list[_Run], step: int, every: int) -> list[_Run]:
+        """Return the runs whose piece has its turn in this step, or has missed turns."""
+        if every > 1:
+            never = step - 2 * every
+            runs = [
+                run
+                for run in runs
+                if (step + run.piece) % every == 0
+                or self._copied.get(run.piece, never) <= step - 2 * every
+            ]
+        self._copied.update((run.piece, step) for run in runs)
+        return runs
 
     def _land(
         self,
         memory: ShardMemory,
+        copied: list[tuple[int, int]],
         busy: list[Event],
         check: _Check,
         offer: Callable[[int, bool], None] | None,
@@ -161,7 +193,7 @@ class Staging:
         for event in busy:
             event.wait()
         self._fit = check.finite()
-        memory.land()
+        memory.land(copied)
         if offer is not None:
             offer(memory.step, self._fit)
 
@@ -258,12 +290,14 @@ class _Run(NamedTuple):
         first, last: numbers of the first and last chunk in that part, `last` excluded.
         kind: what the slot holds for these chunks: 0 (nothing), ADDS (corrections) or REPLACES (new values),
             as in store.pxd.
+        piece: number of the piece that the run is in.
     """
 
     part: int
     first: int
     last: int
     kind: int
+    piece: int
 
 
 class _Span(NamedTuple):
@@ -296,7 +330,8 @@ class _Table:
             None if a.mirror is None else torch.from_numpy(a.mirror) for a in memory.areas
         ]
         self._slots = [[torch.from_numpy(slot) for slot in a.shared.slots] for a in memory.areas]
-        self._pieces = [piece for part in range(len(self.parts)) for piece in self._cut(part)]
+        cut = [piece for part in range(len(self.parts)) for piece in self._cut(part)]
+        self._pieces = [piece._replace(piece=number) for number, piece in enumerate(cut)]
 
     def area(self, run: _Run) -> Area:
         return self.memory.areas[run.part]
@@ -305,6 +340,11 @@ class _Table:
         """Return the number of the first chunk of a run of chunks, among the chunks of all layout parts."""
         part = self.parts[run.part]
         return part.last_chunk - len(part.chunks) + run.first
+
+    def chunks(self, run: _Run) -> tuple[int, int]:
+        """Return the numbers of the first and the last chunk of a run, `last` excluded."""
+        first = self.first_chunk(run)
+        return first, first + run.last - run.first
 
     def dtype(self, run: _Run) -> torch.dtype:
         found: torch.dtype = getattr(torch, self.parts[run.part].chunks[run.first].dtype)
@@ -321,7 +361,7 @@ class _Table:
         for i in range(1, len(chunks) + 1):
             full = i < len(chunks) and places[i + 1] - places[first] > self._piece_nbytes
             if i == len(chunks) or full or chunks[i].dtype != chunks[first].dtype:
-                yield _Run(number, first, i, 0)
+                yield _Run(number, first, i, 0, 0)
                 first = i
 
     def runs(self, slot: int) -> list[_Run]:
@@ -334,7 +374,7 @@ class _Table:
         kinds = self.area(piece).shared.flags[slot][piece.first : piece.last]
         edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
         for a, b in itertools.pairwise(edges):
-            yield _Run(piece.part, piece.first + a, piece.first + b, int(kinds[a]))
+            yield piece._replace(first=piece.first + a, last=piece.first + b, kind=int(kinds[a]))
 
     def corrections(self, run: _Run, slot: int) -> torch.Tensor:
         """Return a view of the corrections for a run of chunks in buffer `slot`."""

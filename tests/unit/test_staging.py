@@ -16,9 +16,19 @@ import pytest
 import torch
 
 from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.engine.turns import LONGEST
 from hvd_adpsgd.training.devices import Host
 from hvd_adpsgd.training.staging import Staging
-from tests.staged import CHUNK_NBYTES, COUNT, ROUNDING, Job, Learner, OnLagging, make_node
+from tests.staged import (
+    CHUNK_NBYTES,
+    COUNT,
+    ROUNDING,
+    Job,
+    Learner,
+    OnLagging,
+    copy_every_fourth,
+    make_node,
+)
 
 
 def require_exact(job: Job) -> None:
@@ -44,6 +54,50 @@ def test_the_mean_moves_only_by_local_updates(dtype, sizes, devices):
         exchanges += job.exchanges
         copies += sum(node[0].copied for node in job.nodes)
     assert exchanges > 60 and copies > 60
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_pieces_that_take_turns_keep_the_mean(dtype, devices):
+    """Corrections are added to all of the mirror, also to what was not copied with them."""
+    exchanges = copied = whole = 0
+    for seed in range(6):
+        job = Job(seed, dtype, (2, 1, 3), partial(OnLagging, devices=devices), seldom=True)
+        assert job.nodes[0][0].memory.turns() == (4, LONGEST)
+        job.run(150)
+        leaders = [node[0] for node in job.nodes]
+        copied += sum(leader.staging.down_nbytes for leader in leaders)
+        whole += sum(leader.copied * leader.memory.areas[0].mirror.nbytes for leader in leaders)
+        job.finish()
+        require_exact(job)
+        exchanges += job.exchanges
+    assert exchanges > 60
+    assert copied < 0.8 * whole
+
+
+def test_bytes_are_those_of_the_turns_and_of_corrections():
+    """A model of two pieces; with corrections in every chunk all of it goes down, and up."""
+    learner = alone()
+    copy_every_fourth(learner.memory)
+    sizes = [
+        learner.staging._table.mirror(piece).nbytes for piece in learner.staging._table._pieces
+    ]
+    assert len(sizes) == 2
+    for step in range(13):
+        learner.update(np.ones(COUNT), step)
+        learner.absorb(step, whole=False)
+        learner.land()
+    assert learner.staging.down_nbytes == 4 * sum(sizes)  # the first time, then three turns of each
+    assert learner.staging.up_nbytes == 0
+    add_to_slot(learner, 0.25)
+    learner.memory.publish()
+    learner.update(np.ones(COUNT), 13)
+    learner.absorb(13, whole=False)
+    learner.land()
+    assert learner.staging.down_nbytes == 5 * sum(sizes)
+    assert learner.staging.up_nbytes == learner.staging.down_nbytes // 5
+    learner.staging.settle()
+    np.testing.assert_array_equal(learner.mirror(), learner.values)
 
 
 def beside_the_host(seed: int) -> OnLagging:

@@ -470,11 +470,11 @@ cdef void absorb_whole(Run* r, Chunk* c, int64_t first, int64_t nspans, bint cou
         begin_change(c)
     found = absorb_chunk(r.m, c, r.spans + first, nspans, r.tensors, r.published)
     r.found |= found if counts else 0
-    if not leads:
+    if r.tensors != NULL:           # else the mirror has been filled before, and `filled` was called
         c.step = r.step
+    if not leads:
         return
     c.absorbed = True
-    c.step = r.step
     fence()                         # adpsgd_apply may have written past the caches
     end_change(r.m, c)
 
@@ -669,6 +669,15 @@ cdef class Store:
             found |= runs[i].found
             corrected |= runs[i].corrected
         return not found & ADPSGD_NOT_FINITE, bool(corrected)
+
+    def filled(self, int first, int last, int64_t step):
+        """Record that the mirror of chunks `first` to `last` (excluded) holds the parameters of `step`."""
+        cdef int i
+        cdef Chunk* c
+        for i in range(first, last):
+            c = lease_to_change(&self.memory, i)
+            c.step = step
+            end_change(&self.memory, c)
 
     def add_pending(self, const int64_t[:, ::1] spans, const uintptr_t[::1] copies):
         """copy += corrections that the parameters lack, published or not; a mean replaces the copy.

@@ -211,6 +211,18 @@ def not_finite() -> None:
         say(case="not_finite", finite=all(torch.isfinite(p).all() for p in model.parameters()) * 1)
 
 
+def not_finite_in_turn() -> None:
+    """With small shares steps look at a part of the model each: at all of it within 8."""
+    model = linear()
+    with training(model, exchange_share=1 / 16) as optimizer:
+        if hvd.super_rank() == 0:
+            step(model, optimizer, float("nan"))
+        for _ in range(10):
+            step(model, optimizer)
+        finite = all(torch.isfinite(p).all() for p in model.parameters()) * 1
+        say(case="not_finite_in_turn", finite=finite)
+
+
 def moved() -> None:
     model = linear()
     with training(model) as optimizer:
@@ -624,6 +636,7 @@ CASES: dict[str, Any] = {
         init_with_other_options,
         synchronous_beside_another,
         not_finite,
+        not_finite_in_turn,
         other_group_inside,
         ddp_after_wrapping,
         state_loaded_before_the_step,
