@@ -117,30 +117,47 @@ def _require_end(reader: Any, path: Path, what: str) -> None:
         raise Problem(f"{path}: {what} cannot be read; the file is damaged, or a path is wrong")
 
 
-def write_split(folder: Path, scp: Path, pdfs: dict[str, np.ndarray]) -> dict[str, int]:
-    """Write one split; return counts of its utterances, its frames, and utterances that were left out.
+def aligned(
+    scp: Path, pdfs: dict[str, np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray] | None]:
+    """Yield features and alignment of each utterance of `scp`; None for one without an alignment.
 
     Raises:
-        Problem: if no utterance has both, is there twice, or has other numbers of frames.
+        Problem: if an utterance is there twice, or has other numbers of frames.
     """
-    folder.mkdir(parents=True)
-    total = sum(len(numbers) for numbers in pdfs.values())
-    features = np.lib.format.open_memmap(folder / "all.npy", "w+", np.float16, (total, BINS))
-    labels, means, offsets, left_out, seen = [], [], [0], 0, set()
+    seen = set()
     for name, frames in matrices(scp):
         if name in seen:
             raise Problem(f"{scp}: {name} is there twice; remove one line")
         seen.add(name)
         if name not in pdfs:
-            left_out += 1
+            yield None
             continue
         if len(frames) != len(pdfs[name]):
             raise Problem(
                 f"{scp}: {name} has {len(frames)} frames, and {len(pdfs[name])} in its alignment; align "
                 "with these features, and a model without frame subsampling"
             )
+        yield frames, pdfs[name]
+
+
+def write_split(folder: Path, scp: Path, pdfs: dict[str, np.ndarray]) -> dict[str, int]:
+    """Write one split; return counts of its utterances, its frames, and utterances that were left out.
+
+    Raises:
+        Problem: if no utterance has both, or none is long enough; see `aligned`.
+    """
+    folder.mkdir(parents=True)
+    total = sum(len(numbers) for numbers in pdfs.values())
+    features = np.lib.format.open_memmap(folder / "all.npy", "w+", np.float16, (total, BINS))
+    labels, means, offsets, left_out = [], [], [0], 0
+    for pair in aligned(scp, pdfs):
+        if pair is None:
+            left_out += 1
+            continue
+        frames, numbers = pair
         features[offsets[-1] : offsets[-1] + len(frames)] = frames
-        labels.append(pdfs[name].astype(np.int16))
+        labels.append(numbers.astype(np.int16))
         means.append(frames.mean(0))
         offsets.append(offsets[-1] + len(frames))
     if not labels:
