@@ -421,8 +421,8 @@ class Config:
         None,
         str,
         "path",
-        "file of the secret for joining (64 hexadecimal digits, only its owner may read it), made if missing; "
-        "None: nothing can join",
+        "file of the secret for joining (64 hexadecimal digits, only its owner may read it), made if "
+        "missing; None: nothing can join",
         optional=True,
         same=False,
     )
