@@ -134,7 +134,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def left_behind(cluster: Cluster) -> dict[str, int]:
     """Return the number of processes that learners have left on their hosts, and the bytes in /dev/shm."""
-    shell = "ps -e -o comm= | grep -cv -e sshd -e '^ps$' -e '^sh$' -e '^grep$'; du -sb /dev/shm | cut -f1"
+    shell = (
+        "ps -e -o comm= | grep -cv -e sshd -e '^ps$' -e '^sh$' -e '^grep$'; "
+        "find /dev/shm -type f -printf '%s\\n' | awk '{ s += $1 } END { print s + 0 }'"
+    )
     processes = nbytes = 0
     for host in cluster.hosts:
         done = cluster.run(["sh", "-c", shell], host=host, stdout=subprocess.PIPE, text=True)

@@ -369,8 +369,8 @@ class Engine:
     def _moves(self, share: float) -> None:
         """Tell the memory how large a share exchanges move, unless each step has to copy the whole model."""
         config = self.config
-        if leaves_out(self._plan, config.first_share, config.max_staleness):
-            self.memory.moving(Moves(share, config.exchanges_per_step))
+        turns = leaves_out(self._plan, config.first_share, config.max_staleness)
+        self.memory.moving(Moves(share, config.exchanges_per_step) if turns else None)
 
     # ---- failures ----------------------------------------------------------------------------
 

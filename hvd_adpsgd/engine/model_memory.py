@@ -133,8 +133,8 @@ class ModelMemory:
         for shard in self.shards:
             shard.all_met(has_joined)
 
-    def moving(self, moves: Moves) -> None:
-        """Let passes that are not `whole` leave out chunks, as exchanges move small shares of the model."""
+    def moving(self, moves: Moves | None) -> None:
+        """Let passes that are not `whole` leave out chunks, as exchanges move little; with None, none."""
         for shard in self.shards:
             shard.moves = moves
 

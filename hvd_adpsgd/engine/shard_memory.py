@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSp
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
-from hvd_adpsgd.engine.turns import LONGEST, Moves, steps_between_copies
+from hvd_adpsgd.engine.turns import LOOKS, Moves, steps_between_copies
 
 __all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
 
@@ -65,12 +65,13 @@ class Landing(NamedTuple):
 class Place(NamedTuple):
     """Counts of one learner's calls of ShardMemory.publish(): all, and those not deferred by a running copy.
 
-    `published` is that of the ShardMemory.
+    `published` is that of the ShardMemory; `passes` counts passes that are not whole.
     """
 
     published: bool
     calls: int
     publications: int
+    passes: int
 
 
 class ShardMemory:
@@ -160,6 +161,7 @@ class ShardMemory:
         self._applied = NONE  # and in those that it has applied since the last take_arrivals
         self.training = 0
         self.moves: Moves | None = None
+        self._passes = 0  # that were not whole, equal on all learners
 
     @property
     def has_rare(self) -> bool:
@@ -298,7 +300,7 @@ class ShardMemory:
     def place(self) -> Place:
         """Return this learner's counts of publish() calls; call it only while `readable` is False."""
         assert not self._met
-        return Place(self.published, self._calls, self._publications)
+        return Place(self.published, self._calls, self._publications, self._passes)
 
     def go_to(self, places: Sequence[Place]) -> None:
         """Take over the leader's counts of publish() calls, on a learner that made none while in join().
@@ -306,7 +308,8 @@ class ShardMemory:
         Args:
             places: `place()` of all learners, by inner rank.
         """
-        self.published, self._calls, self._publications = places[self._leader]
+        its = places[self._leader]
+        self.published, self._calls, self._publications, self._passes = its
 
     def take(self) -> int:
         """Return the number of the slot (buffer of corrections) to apply now, or NO_SLOT; mark it applied."""
@@ -338,9 +341,12 @@ class ShardMemory:
             Whether every parameter that was looked at is finite, and whether a correction was added; equal on
             all learners of the super learner.
         """
-        starts = self._starts(threads)
         every, checked = self.turns(whole)
-        found = self.store.absorb(self._spans, addresses, self.take(), step, starts, every, checked)
+        starts = self._starts(threads, every)
+        self._passes += not whole
+        found = self.store.absorb(
+            self._spans, addresses, self.take(), step, starts, every, checked, self._passes
+        )
         self._has_landed(step)
         return found
 
@@ -348,11 +354,11 @@ class ShardMemory:
         """Return the steps between two copies of a chunk without a correction, and two looks at it."""
         if whole or self.moves is None:
             return 1, 1
-        return steps_between_copies(self.moves, self.layout.nchunks), LONGEST
+        return steps_between_copies(self.moves, self.layout.nchunks), LOOKS
 
-    def _starts(self, threads: int) -> list[int]:
+    def _starts(self, threads: int, every: int = 1) -> list[int]:
         """Divide the chunks equally among threads; return, as indices in `_spans`, where each starts."""
-        nbytes = sum(part.nbytes for part in self.layout.parts)
+        nbytes = sum(part.nbytes for part in self.layout.parts) // every
         runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
         chunks = [self.layout.nchunks * i // runs for i in range(runs)]
         found: list[int] = np.searchsorted(self._spans[:, 2], chunks).tolist()
@@ -395,7 +401,7 @@ class ShardMemory:
         """
         assert self.landing is not None
         for first, last in [(0, self.layout.nchunks)] if copied is None else copied:
-            self.store.filled(first, last, self.landing.step)
+            self.store.note_copied(first, last, self.landing.step)
         self.store.absorb(self._spans, None, *self.landing)
         self._has_landed(self.landing.step)
         self.landing = None  # must come last: from now on `publish` is not deferred

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from hvd_adpsgd.strategies.plan import Plan
 
-__all__ = ["LARGEST_SHARE", "LONGEST", "Moves", "leaves_out", "steps_between_copies"]
+__all__ = ["LARGEST_SHARE", "LONGEST", "LOOKS", "Moves", "leaves_out", "steps_between_copies"]
 
-LONGEST = 8  # steps between two copies of a chunk, and between two looks whether it is finite
+LONGEST = 8  # steps from one copy of a chunk to the next, at most
+LOOKS = 8  # and from one look whether it is finite to the next; a multiple of LONGEST
 LARGEST_SHARE = 0.25  # of the model: if exchanges move more, each step copies all
 
 

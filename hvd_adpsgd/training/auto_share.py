@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters
+from hvd_adpsgd.engine.turns import LONGEST
 from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 
 __all__ = ["AutoShare", "Used", "cost_s"]
@@ -36,26 +37,27 @@ class Used(NamedTuple):
     training_s: float
 
 
-def cost_s(used: Used, cores: float, every: int = 1) -> float:
+def cost_s(used: Used, cores: float, every: int = 1, longest: int = 1) -> float:
     """Return by how many seconds exchanges have lengthened the steps.
 
     Of the trainer's pass over the model a chunk with a correction takes twice the memory traffic of one
-    without, and of those without a part 1 / every is copied. So with corrections in the part c of the chunks
-    they cost c (2 - 1 / every) / (2 c + (1 - c) / every) of it, c / (1 + c) if every = 1. The rest is paid
-    without exchanges, too, so it does not count. A CPU second of the engine takes 1 / cores of the learner's
-    computing power, as far as training uses that.
+    without, and of those without a part 1 / every is copied: with corrections in the part c of the chunks the
+    pass moves t = 2 c + (1 - c) / every models. At the smallest share it moves 1 / longest, which does not
+    count: exchanges cost (t - 1 / longest) / t of it, c / (1 + c) if both are 1. A CPU second of the engine
+    takes 1 / cores of the learner's computing power, as far as training uses that.
 
     Args:
         used: by some steps.
         cores: cores of the host per learner.
         every: steps between two copies of a chunk without a correction.
+        longest: the same, at the smallest share.
     """
     if used.steps <= 0 or used.seconds <= 0:
         return 0.0
     changed = min(1.0, used.models / used.steps)
     busy = min(1.0, used.training_s / (cores * used.seconds))
-    of_pass = changed * (2 - 1 / every) / (2 * changed + (1 - changed) / every)
-    return used.pass_s * of_pass + busy * used.engine_s / cores
+    moved = 2 * changed + (1 - changed) / every
+    return used.pass_s * (1 - 1 / longest / moved) + busy * used.engine_s / cores
 
 
 class AutoShare:
@@ -129,7 +131,9 @@ class AutoShare:
                 used.steps - self._used.steps,
                 *(now - then for now, then in zip(used[1:], self._used[1:], strict=True)),
             )
-            self._cost_s += cost_s(spent, self._cores, engine.memory.own.turns()[0])
+            every, _ = engine.memory.own.turns()
+            longest = 1 if engine.memory.own.moves is None else LONGEST
+            self._cost_s += cost_s(spent, self._cores, every, longest)
         self._used = used
         exchanges = int(found["exchanges_active"] + found["exchanges_passive"])
         totals = Spent(

@@ -69,6 +69,7 @@ class Averaging:
         self.nonfinite_steps = 0
         self.nonfinite_step = -1  # the last step whose parameters were not finite
         self.owes_nonfinite = False
+        self._is_finite = True  # else each step looks at the whole model, until it is finite
         self.plan = spec.strategy.plan(world.super_rank, world.super_size)
         self.share = AutoShare(spec.config, world.local_size) if spec.config.chooses_share else None
         # number of exchanges of each chunk per step
@@ -301,7 +302,8 @@ class Averaging:
         self._publish_inside()
         self.rule.pass_time(self.step)
         self.rule.before_corrections()
-        finite = self.absorb(waits=not self._lands_later, whole=False)
+        finite = self.absorb(waits=not self._lands_later, whole=not self._is_finite)
+        self._is_finite = finite
         self.rule.after_corrections()
         return finite
 

@@ -493,6 +493,14 @@ def test_model_that_is_not_finite_stays_out() -> None:
     assert all(facts["finite"] and facts["same"] for facts in said)
 
 
+def test_model_that_is_not_finite_stays_out_once_it_is_found() -> None:
+    """With small shares it may be found late, then in each step until it is finite again."""
+    said = refused()["skip in turn"]
+    counts = [facts["nonfinite_steps"] for facts in said]
+    assert counts[0] == counts[1] and 1 <= counts[0] <= 6 and counts[2:] == [0, 0]
+    assert all(facts["finite"] and facts["same"] for facts in said)
+
+
 def test_wrapping_the_model_anew_is_the_cure() -> None:
     for facts in refused()["wrapped_again"]:
         assert facts["same"] and facts["grown"], facts

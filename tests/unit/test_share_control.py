@@ -230,7 +230,7 @@ def test_cost_by_hand() -> None:
     assert cost_s(used._replace(steps=0), 1.0) == 0.0
     # an eighth of the chunks has corrections, an eighth of the rest is copied: 2/8 + 7/64 in place of 1/8
     rarely = used._replace(models=used.steps / 8)
-    assert cost_s(rarely, 0.5, every=8) == pytest.approx(used.pass_s * (23 - 8) / 23 + 0.04)
+    assert cost_s(rarely, 0.5, 8, 8) == pytest.approx(used.pass_s * (23 - 8) / 23 + 0.04)
 
 
 class FakeEngine:
@@ -242,7 +242,7 @@ class FakeEngine:
             ("chunks", "exchanges_active", "exchanges_passive", "compared"), 0
         ) | {"busy_s": 0.0, "link_s": 0.0, "square": 0.0}
         self.cpu_s = 0.0
-        own = type("Shard", (), {"turns": staticmethod(lambda: (1, 1))})
+        own = type("Shard", (), {"turns": staticmethod(lambda: (1, 1)), "moves": None})
         layout = type("Layout", (), {"nchunks": chunks})
         self.memory = type("Memory", (), {"layout": layout, "own": own})
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.engine.shard_memory import ShardMemory
-from hvd_adpsgd.engine.turns import LONGEST
+from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.training.devices import Host
 from hvd_adpsgd.training.staging import Staging
 from tests.staged import (
@@ -63,7 +63,7 @@ def test_pieces_that_take_turns_keep_the_mean(dtype, devices):
     exchanges = copied = whole = 0
     for seed in range(6):
         job = Job(seed, dtype, (2, 1, 3), partial(OnLagging, devices=devices), seldom=True)
-        assert job.nodes[0][0].memory.turns() == (4, LONGEST)
+        assert job.nodes[0][0].memory.turns() == (4, LOOKS)
         job.run(150)
         leaders = [node[0] for node in job.nodes]
         copied += sum(leader.staging.down_nbytes for leader in leaders)

@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.layout import Layout, TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
-from hvd_adpsgd.engine.turns import LONGEST, Moves, steps_between_copies
+from hvd_adpsgd.engine.turns import LONGEST, LOOKS, Moves, steps_between_copies
 from tests.unit.test_kernels import DTYPES, decode, encode, wide
 from tests.unit.test_shared_memory import TwoLearners
 
@@ -72,8 +72,10 @@ class Learner:
         self.model[:] = encode(before + change, self.dtype)
         return self.values - before
 
-    def absorb(self, slot: int) -> None:
-        finite, _ = self.store.absorb(self.spans, self.addresses, slot, self.step)
+    def absorb(self, slot: int, every: int = 1) -> None:
+        finite, _ = self.store.absorb(
+            self.spans, self.addresses, slot, self.step, (0,), every, every, self.step
+        )
         assert finite
         self.step += 1
 
@@ -269,8 +271,9 @@ def test_a_store_has_two_or_three_slots(slots):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("every", [1, 4])
 @given(st.data())
-def test_the_mean_moves_only_by_local_updates(dtype, data):
+def test_the_mean_moves_only_by_local_updates(dtype, every, data):
     """Any order of updates, publications, absorptions and chunk exchanges; two of them may overlap.
 
     The mean of model + published + pending follows the sum of local updates, also in 16 bits."""
@@ -289,7 +292,7 @@ def test_the_mean_moves_only_by_local_updates(dtype, data):
         elif action == "publish" and i not in waiting:
             waiting[i] = learners[i].store.publish()
         elif action == "absorb" and i in waiting:
-            learners[i].absorb(waiting.pop(i))
+            learners[i].absorb(waiting.pop(i), every)
         elif action == "send" and len(on_the_way) < 2:
             chunk = data.draw(st.integers(0, len(learners[0].chunks) - 1))
             pair = learners[i], learners[j]
@@ -469,7 +472,7 @@ def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: b
 def passed(learner: Learner, slot: int, every: int = 4, checked: int = 8) -> tuple[bool, list[int]]:
     """Make a pass; return whether what it looked at is finite, and each chunk's step in the mirror."""
     finite, _ = learner.store.absorb(
-        learner.spans, learner.addresses, slot, learner.step, (0,), every, checked
+        learner.spans, learner.addresses, slot, learner.step, (0,), every, checked, learner.step
     )
     learner.step += 1
     steps = []
@@ -522,8 +525,9 @@ def test_what_is_not_finite_is_found_by_all_learners_alike():
 
 def test_a_pass_whose_turns_do_not_fit_is_refused():
     a = Learner(np.zeros(8))
-    with pytest.raises(ValueError, match="every 3, checked 8: the first must divide the second"):
-        passed(a, -1, every=3)
+    for every, checked in ((3, 8), (0, 8), (1, 0)):
+        with pytest.raises(ValueError, match=f"every {every}, checked {checked}: the first must"):
+            passed(a, -1, every, checked)
 
 
 @pytest.mark.parametrize(
@@ -536,4 +540,4 @@ def test_a_pass_whose_turns_do_not_fit_is_refused():
 )  # fmt: skip
 def test_a_chunk_is_copied_as_often_as_exchanges_move_it(share, rate, chunks, steps):
     assert steps_between_copies(Moves(share, rate), chunks) == steps
-    assert LONGEST % steps == 0
+    assert LOOKS % LONGEST == LONGEST % steps == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,7 +249,7 @@ class Links(jobs.Job):
 
 def test_a_link_is_healed_when_its_longest_cut_is_over(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(driver.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
     faults = [Fault(1.0, "cut", 2, 10.0), Fault(5.0, "cut", 2, 20.0), Fault(6.0, "cut", 0, 2.0)]
     job, notes = Links(), Notes(tmp_path / "lines")
     play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)

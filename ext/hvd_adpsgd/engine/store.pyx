@@ -425,8 +425,9 @@ cdef struct Run:            # a part of one pass over the model: whole chunks, f
     const uintptr_t* tensors
     int published
     int64_t step
-    int every               # a chunk without a correction is copied to the mirror every so-manyth step
-    int checked             # and looked at by all learners of the super learner
+    int every               # passes from one copy of a chunk without a correction to the mirror to the next
+    int checked             # and from one look at it, by all learners of the super learner, to the next
+    int64_t turn            # number of the pass
     int found               # flags of adpsgd_apply
     bint corrected          # the published slot held something
     bint has_thread
@@ -434,7 +435,7 @@ cdef struct Run:            # a part of one pass over the model: whole chunks, f
 
 
 cdef inline bint has_turn(Run* r, int64_t chunk, int every) noexcept nogil:
-    return (r.step + chunk) % every == 0
+    return (r.turn + chunk) % every == 0
 
 
 cdef void* absorb_run(void* argument) noexcept nogil:
@@ -456,12 +457,12 @@ cdef void* absorb_run(void* argument) noexcept nogil:
         counts = corrected or c.step < 0 or has_turn(r, chunk, r.checked)
         every = r.every if c.mirror != NULL else r.checked
         if counts or has_turn(r, chunk, every) or r.step - c.step >= every:
-            absorb_whole(r, c, i, last - i, counts)
+            absorb_one(r, c, i, last - i, counts)
         i = last
     return NULL
 
 
-cdef void absorb_whole(Run* r, Chunk* c, int64_t first, int64_t nspans, bint counts) noexcept nogil:
+cdef void absorb_one(Run* r, Chunk* c, int64_t first, int64_t nspans, bint counts) noexcept nogil:
     """Apply the published slot to a chunk, which `nspans` spans from `first` on make up; on a leader copy it."""
     cdef bint leads = c.mirror != NULL
     cdef int found
@@ -470,7 +471,7 @@ cdef void absorb_whole(Run* r, Chunk* c, int64_t first, int64_t nspans, bint cou
         begin_change(c)
     found = absorb_chunk(r.m, c, r.spans + first, nspans, r.tensors, r.published)
     r.found |= found if counts else 0
-    if r.tensors != NULL:           # else the mirror has been filled before, and `filled` was called
+    if r.tensors != NULL:           # else the mirror has been filled before, and `note_copied` was called
         c.step = r.step
     if not leads:
         return
@@ -621,11 +622,11 @@ cdef class Store:
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
-               int64_t step, starts=(0,), int every=1, int checked=1):
+               int64_t step, starts=(0,), int every=1, int checked=1, int64_t turn=0):
         """Apply the published correction: parameter += correction; mirror = parameter.
 
-        Chunks without a correction take turns: one is copied to the mirror every `every`th step, and all
-        learners of the super learner look every `checked`th step whether it is finite.
+        Chunks without a correction take turns: each is copied to the mirror in every `every`th pass, and all
+        learners of the super learner look in every `checked`th pass whether it is finite.
 
         Without `tensors` (leader only): mirror += correction. Then the parameters are on a device, the mirror
         holds a copy of them from before the correction, and the device adds the correction itself.
@@ -638,8 +639,9 @@ cdef class Store:
             step: the trainer's step of the parameters.
             starts: the first span of each run, at most RUNS; a run begins at the beginning of a chunk, and
                 gets a thread.
-            every: steps between two copies of a chunk without a correction, >= 1; divides `checked`.
-            checked: steps between two looks at it, equal on all learners of the super learner.
+            every: passes from one copy of a chunk without a correction to the next, >= 1; divides `checked`.
+            checked: passes from one look at it to the next, equal on all learners of the super learner.
+            turn: number of the pass, equal on all learners of the super learner.
 
         Returns:
             Whether every parameter that was looked at is finite, and whether the slot held anything; equal on
@@ -653,7 +655,7 @@ cdef class Store:
             return True, False
         if count > RUNS:
             raise ValueError(f"{count} runs, at most {RUNS} are allowed")
-        if every < 1 or checked % every:
+        if every < 1 or checked < 1 or checked % every:
             raise ValueError(f"every {every}, checked {checked}: the first must divide the second")
         memset(runs, 0, sizeof(runs))
         for i in range(count):
@@ -662,7 +664,7 @@ cdef class Store:
             runs[i].nspans = (starts[i + 1] if i + 1 < count else n) - starts[i]
             runs[i].tensors = NULL if tensors is None else &tensors[0]
             runs[i].published, runs[i].step = published, step
-            runs[i].every, runs[i].checked = every, checked
+            runs[i].every, runs[i].checked, runs[i].turn = every, checked, turn
         with nogil:
             absorb_runs(runs, count)
         for i in range(count):
@@ -670,7 +672,7 @@ cdef class Store:
             corrected |= runs[i].corrected
         return not found & ADPSGD_NOT_FINITE, bool(corrected)
 
-    def filled(self, int first, int last, int64_t step):
+    def note_copied(self, int first, int last, int64_t step):
         """Record that the mirror of chunks `first` to `last` (excluded) holds the parameters of `step`."""
         cdef int i
         cdef Chunk* c

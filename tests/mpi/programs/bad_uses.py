@@ -661,10 +661,10 @@ CASES: dict[str, Any] = {
 ALONE = {f.__name__: f for f in (moved, reshaped, other_group_elsewhere)}
 
 
-def skip() -> None:
+def skip(case: str = "skip", share: float = 1.0) -> None:
     """Super learner 0 trains on alone while its model is not finite; super learner 1 stays whole."""
     model = linear()
-    with training(model) as optimizer:
+    with training(model, exchange_share=share) as optimizer:
         if hvd.super_rank() == 0:
             good = [p.detach().clone() for p in model.parameters()]
             step(model, optimizer, float("inf"))
@@ -678,7 +678,7 @@ def skip() -> None:
         numbers = hvd.metrics()
         hvd.average_model(model)
         say(
-            case="skip",
+            case=case,
             finite=all(bool(torch.isfinite(p).all()) for p in model.parameters()),
             same=same_inside(model.parameters()),
             nonfinite_steps=numbers["nonfinite_steps"],
@@ -734,6 +734,7 @@ def main() -> None:
     say(case="group_after_shutdown", **outcome(lambda: optimizer.add_param_group(group)))
     wrapped_again(model)
     skip()
+    skip("skip in turn", 1 / 16)
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1))
     for name, case in ALONE.items():

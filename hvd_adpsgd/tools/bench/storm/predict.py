@@ -69,7 +69,7 @@ def simulated(faults: Sequence[Fault], slots: int) -> tuple[list[scenario.Fault]
     living, found, left_out = list(range(slots)), [], 0
     for fault in faults:
         if fault.kind == "cut":
-            left_out += 1  # as in the measurement
+            left_out += 1  # as on one host
         elif not living or (fault.kind == "kill" and len(living) == 1):
             left_out += 1
         else:

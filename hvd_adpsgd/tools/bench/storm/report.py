@@ -283,7 +283,9 @@ def _held(run: Run) -> dict[str, float | None]:
         life.held[-1] for slot in range(run.slots) for life in run.of_slot(slot)[-1:] if life.held
     ]
     rss = [line["rss"] / 2**20 for line in last]
-    long = [life.held for life in run.lives if _seconds(life.held) >= LONG_S]
+    long = [
+        life.held for life in run.lives if len(life.held) >= 4 and _seconds(life.held) >= LONG_S
+    ]
     return {
         "rss_mib": statistics.median(rss) if rss else None,
         "descriptors": max((line["descriptors"] for line in last), default=None),
