@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.connections import Connections
@@ -365,6 +366,11 @@ class Engine:
         self._moves(share)
         if (loop := self.loop) is not None:
             loop.move_share(share)
+
+    def mark_next(self, marks: NDArray[np.uint8]) -> None:
+        """Set to 1 the marks of the chunks of the next exchange for which the engine asks."""
+        if (loop := self.loop) is not None:
+            loop.mark_next(marks)
 
     def _moves(self, share: float) -> None:
         """Tell the memory how large a share exchanges move, unless each step has to copy the whole model."""

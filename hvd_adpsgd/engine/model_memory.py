@@ -139,7 +139,12 @@ class ModelMemory:
             shard.moves = moves
 
     def absorb(
-        self, addresses: NDArray[np.uintp], step: int, threads: int = 1, whole: bool = True
+        self,
+        addresses: NDArray[np.uintp],
+        step: int,
+        threads: int = 1,
+        whole: bool = True,
+        mark: Callable[[NDArray[np.uint8]], None] | None = None,
     ) -> tuple[bool, bool]:
         """Add to the parameters the corrections that exchanges have computed, of all shards.
 
@@ -147,5 +152,8 @@ class ModelMemory:
             Whether every parameter that was looked at is finite, and whether a correction was added, as
             ShardMemory.absorb; equal on all learners.
         """
-        found = [shard.absorb(addresses, step, threads, whole) for shard in self.shards]
+        found = [
+            shard.absorb(addresses, step, threads, whole, mark if shard.leads else None)
+            for shard in self.shards
+        ]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)

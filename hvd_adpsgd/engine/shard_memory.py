@@ -326,7 +326,12 @@ class ShardMemory:
         return applied
 
     def absorb(
-        self, addresses: NDArray[np.uintp], step: int, threads: int = 1, whole: bool = True
+        self,
+        addresses: NDArray[np.uintp],
+        step: int,
+        threads: int = 1,
+        whole: bool = True,
+        mark: Callable[[NDArray[np.uint8]], None] | None = None,
     ) -> tuple[bool, bool]:
         """Add corrections from exchanges, if any, to the parameters; on the leader copy these to the engine.
 
@@ -336,6 +341,8 @@ class ShardMemory:
             threads: most threads that may compute; a small model uses one.
             whole: whether all chunks are copied and looked at; else chunks without a correction take turns,
                 where exchanges move small shares (`moves`).
+            mark: sets to 1 the marks, one for each chunk, of those that an exchange will move next: they are
+                copied out of turn.
 
         Returns:
             Whether every parameter that was looked at is finite, and whether a correction was added; equal on
@@ -344,8 +351,12 @@ class ShardMemory:
         every, checked = self.turns(whole)
         starts = self._starts(threads, every)
         self._passes += not whole
+        turn, wanted = self._passes, None
+        if every > 1 and mark is not None and self.layout.nchunks:
+            wanted = np.zeros(self.layout.nchunks, np.uint8)
+            mark(wanted)
         found = self.store.absorb(
-            self._spans, addresses, self.take(), step, starts, every, checked, self._passes
+            self._spans, addresses, self.take(), step, starts, every, checked, turn, wanted
         )
         self._has_landed(step)
         return found

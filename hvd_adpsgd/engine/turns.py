@@ -9,8 +9,8 @@ from hvd_adpsgd.strategies.plan import Plan
 
 __all__ = ["LARGEST_SHARE", "LONGEST", "LOOKS", "Moves", "leaves_out", "steps_between_copies"]
 
-LONGEST = 8  # steps from one copy of a chunk to the next, at most
-LOOKS = 8  # and from one look whether it is finite to the next; a multiple of LONGEST
+LONGEST = 4  # steps from one copy of a chunk to the next, at most (docs/log/0132-turns.md)
+LOOKS = 4  # and from one look whether it is finite to the next; a multiple of LONGEST
 LARGEST_SHARE = 0.25  # of the model: if exchanges move more, each step copies all
 
 

@@ -155,7 +155,7 @@ class AveragedTensors:
             `waits`, only steps whose check the devices have finished count.
         """
         if not self._stagings:
-            return self._absorb_in_place(step, whole)
+            return self._absorb_in_place(engine, step, whole)
         *others, own = self._stagings
         if waits:
             self.settle()
@@ -170,9 +170,10 @@ class AveragedTensors:
             found = own.nonfinite(step if self.world.inner_size > 1 else None)
         return max(found, default=None)
 
-    def _absorb_in_place(self, step: int, whole: bool) -> int | None:
-        threads = pass_threads(self.world.local_size)
-        finite, corrected = self.memory.absorb(self.parameters.addresses(), step, threads, whole)
+    def _absorb_in_place(self, engine: Engine, step: int, whole: bool) -> int | None:
+        threads, mark = pass_threads(self.world.local_size), engine.mark_next
+        addresses = self.parameters.addresses()
+        finite, corrected = self.memory.absorb(addresses, step, threads, whole, mark)
         if corrected:
             self.parameters.write_back()
         return None if finite else step

@@ -477,13 +477,13 @@ def test_model_that_is_not_finite_raises_on_its_super_learner_only() -> None:
 
 
 def test_model_that_is_not_finite_raises_when_its_chunk_has_its_turn() -> None:
-    """Within 8 steps, in the same one on all learners of its super learner; nothing of it was sent."""
+    """Within 4 steps, in the same one on all learners of its super learner; nothing of it was sent."""
     said = refused()["not_finite_in_turn"]
     raised = [facts for facts in said if "error" in facts]
     assert [facts["rank"] for facts in raised] == [0, 1]
     assert {facts["error"] for facts in raised} == {"NonFiniteModelError"}
     steps = {facts["text"].split(":")[0] for facts in raised}
-    assert len(steps) == 1 and steps <= {f"step {number}" for number in range(2, 10)}, steps
+    assert len(steps) == 1 and steps <= {f"step {number}" for number in range(2, 6)}, steps
     assert [facts["finite"] for facts in said if "finite" in facts] == [1, 1], "others stay whole"
 
 

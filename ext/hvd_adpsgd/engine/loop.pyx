@@ -26,7 +26,7 @@ from hvd_adpsgd.engine.partners cimport open_speeds
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
 from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
-from hvd_adpsgd.engine.windows cimport set_layout
+from hvd_adpsgd.engine.windows cimport mark_next, set_layout
 from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire, progress
 
 cdef extern from "<time.h>" nogil:
@@ -462,6 +462,18 @@ cdef class Loop:
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.share = share
         pthread_mutex_unlock(&e.mailbox.gate)
+
+    def mark_next(self, unsigned char[::1] marks):
+        """Set to 1 the marks of the chunks of the next exchange for which the engine asks, as far as it is known.
+
+        Args:
+            marks: one for each chunk."""
+        cdef Core* e = &self.core
+        cdef double share
+        pthread_mutex_lock(&e.mailbox.gate)
+        share = e.mailbox.given.share
+        pthread_mutex_unlock(&e.mailbox.gate)
+        mark_next(e, <int>marks.shape[0], share, &marks[0])
 
     def prefer_fast(self, double prefer):
         """Ask the fastest of the next peers of the schedule with probability `prefer`; before start."""

@@ -428,6 +428,7 @@ cdef struct Run:            # a part of one pass over the model: whole chunks, f
     int every               # passes from one copy of a chunk without a correction to the mirror to the next
     int checked             # and from one look at it, by all learners of the super learner, to the next
     int64_t turn            # number of the pass
+    const uint8_t* wanted   # by chunk, whether it is copied in any case; NULL: none is
     int found               # flags of adpsgd_apply
     bint corrected          # the published slot held something
     bint has_thread
@@ -443,7 +444,7 @@ cdef void* absorb_run(void* argument) noexcept nogil:
     cdef Run* r = <Run*>argument
     cdef int64_t i = 0, last, chunk
     cdef Chunk* c
-    cdef bint corrected, counts
+    cdef bint corrected, counts, wanted
     cdef int every
     while i < r.nspans:
         chunk = r.spans[i].chunk
@@ -456,7 +457,8 @@ cdef void* absorb_run(void* argument) noexcept nogil:
         # what is not finite counts where all learners look, so that all find the same
         counts = corrected or c.step < 0 or has_turn(r, chunk, r.checked)
         every = r.every if c.mirror != NULL else r.checked
-        if counts or has_turn(r, chunk, every) or r.step - c.step >= every:
+        wanted = c.mirror != NULL and r.wanted != NULL and r.wanted[chunk]
+        if counts or wanted or has_turn(r, chunk, every) or r.step - c.step >= every:
             absorb_one(r, c, i, last - i, counts)
         i = last
     return NULL
@@ -622,7 +624,8 @@ cdef class Store:
         return published
 
     def absorb(self, const int64_t[:, ::1] spans, const uintptr_t[::1] tensors, int published,
-               int64_t step, starts=(0,), int every=1, int checked=1, int64_t turn=0):
+               int64_t step, starts=(0,), int every=1, int checked=1, int64_t turn=0,
+               const uint8_t[::1] wanted=None):
         """Apply the published correction: parameter += correction; mirror = parameter.
 
         Chunks without a correction take turns: each is copied to the mirror in every `every`th pass, and all
@@ -642,6 +645,7 @@ cdef class Store:
             every: passes from one copy of a chunk without a correction to the next, >= 1; divides `checked`.
             checked: passes from one look at it to the next, equal on all learners of the super learner.
             turn: number of the pass, equal on all learners of the super learner.
+            wanted: by chunk, whether it is copied to the mirror in any case; None: none is.
 
         Returns:
             Whether every parameter that was looked at is finite, and whether the slot held anything; equal on
@@ -665,6 +669,7 @@ cdef class Store:
             runs[i].tensors = NULL if tensors is None else &tensors[0]
             runs[i].published, runs[i].step = published, step
             runs[i].every, runs[i].checked, runs[i].turn = every, checked, turn
+            runs[i].wanted = NULL if wanted is None else &wanted[0]
         with nogil:
             absorb_runs(runs, count)
         for i in range(count):

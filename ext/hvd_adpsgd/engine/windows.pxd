@@ -4,6 +4,7 @@ from hvd_adpsgd.engine.core cimport Core, Exchange, Generation
 cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1
 cdef int window_of(Core* e, int total) noexcept nogil
 cdef int next_first(Core* e, int total) noexcept nogil
+cdef void mark_next(Core* e, int total, double share, unsigned char* marks) noexcept nogil
 cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogil
 cdef int chunk_of(Exchange* x, int index) noexcept nogil
 cdef double stands_for(Exchange* x, int index) noexcept nogil

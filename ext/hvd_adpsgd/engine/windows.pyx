@@ -18,7 +18,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc
 
 from hvd_adpsgd.engine.core cimport Core, Exchange, Generation, Pairs
-from hvd_adpsgd.engine.mailbox cimport load
+from hvd_adpsgd.engine.mailbox cimport load, store
 from hvd_adpsgd.engine.store cimport memory_elements
 
 
@@ -57,14 +57,28 @@ cdef int window_of(Core* e, int total) noexcept nogil:
     """Return how many of `total` chunks this side moves in one exchange at most: at least one.
 
     The two sides may have different shares: an exchange moves the smaller number, which YES names."""
+    return share_of(e, total, e.mailbox.orders.share)
+
+
+cdef int share_of(Core* e, int total, double share) noexcept nogil:
+    """Return how many of `total` chunks a share is: at least one."""
     cdef int whole = min(total, layout_of(e, total).turn)
-    return min(whole, max(1, <int>ceil(e.mailbox.orders.share * whole - 1e-9)))
+    return min(whole, max(1, <int>ceil(share * whole - 1e-9)))
 
 
 cdef int next_first(Core* e, int total) noexcept nogil:
     """Return the place where our next window begins."""
     cdef Generation* layout = layout_of(e, total)
-    return <int>(e.pairs.position % max(1, <int64_t>layout.turn * layout.period))
+    return <int>(load(&e.pairs.position) % max(1, <int64_t>layout.turn * layout.period))
+
+
+cdef void mark_next(Core* e, int total, double share, unsigned char* marks) noexcept nogil:
+    """Set to 1 the marks of the chunks that our next window has, with a share; on any thread."""
+    cdef Exchange x
+    cdef int i
+    x.layout, x.total, x.first = layout_of(e, total), total, next_first(e, total)
+    for i in range(share_of(e, total, share)):
+        marks[chunk_of(&x, i)] = 1
 
 
 cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogil:
@@ -131,4 +145,4 @@ cdef void move_on(Core* e, int total, int window) noexcept nogil:
     cdef int64_t cycle = places // common(places, window)
     cycle = max(1, length // common(length, cycle) * cycle)
     p.windows += 1
-    p.position += window if p.windows % cycle else 2 * window
+    store(&p.position, p.position + (window if p.windows % cycle else 2 * window))

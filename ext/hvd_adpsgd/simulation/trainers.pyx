@@ -150,12 +150,16 @@ cdef int absorb(JobState job, int i, int64_t step, int every=1) except -1:
     versions = versions_of(job, i)
     if job.means == "replace" and job.checks:
         check_replaced(job, i, n)
+    wanted = None
+    if every > 1:
+        wanted = np.zeros(n, np.uint8)
+        job.loops[i].mark_next(wanted)
     if job.followers[i] is None:
-        chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step, (0,), every, every, step)
+        chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step, (0,), every, every, step, wanted)
         return 0 if versions is None else check_versions(job, i, versions)
     follow(job, i)
     behind = model.copy()
-    chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step, (0,), every, every, step)
+    chunks.absorb(spans_of(n, model.shape[1]), addresses_of(model, n), chunks.published, step, (0,), every, every, step, wanted)
     if versions is not None:
         check_versions(job, i, versions)
     job.late[i] = behind, n, chunks.published, model.copy()

@@ -212,7 +212,7 @@ def not_finite() -> None:
 
 
 def not_finite_in_turn() -> None:
-    """With small shares steps look at a part of the model each: at all of it within 8."""
+    """With small shares steps look at a part of the model each: at all of it within 4."""
     model = linear()
     with training(model, exchange_share=1 / 16) as optimizer:
         if hvd.super_rank() == 0:
