@@ -166,7 +166,8 @@ class AveragedTensors:
             self.settle()
             found = own.nonfinite()
         else:
-            own.absorb(step, engine.wants_copy(step), engine.offer, whole)
+            wants = engine.wants_copy(step)
+            own.absorb(step, wants, engine.offer, whole, engine.mark_next)
             found = own.nonfinite(step if self.world.inner_size > 1 else None)
         return max(found, default=None)
 

@@ -48,6 +48,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shard_memory import NO_SLOT, Area, ShardMemory
 from hvd_adpsgd.training.devices import Device, Event, Host, device_of
@@ -128,6 +129,7 @@ class Staging:
         wants: bool,
         offer: Callable[[int, bool], None] | None = None,
         whole: bool = True,
+        mark: Callable[[NDArray[np.uint8]], None] | None = None,
     ) -> None:
         """Let devices add corrections from exchanges to parameters; on the leader, copy these to the engine.
 
@@ -138,6 +140,7 @@ class Staging:
                 thread when the copy is complete; at once, if no copy is made.
             whole: whether a copy is of all pieces; else those without corrections take turns, where exchanges
                 move small shares.
+            mark: see ShardMemory.absorb; pieces with marked chunks are copied out of turn.
 
         Raises:
             RuntimeError: torch's, if a device failed in an earlier copy.
@@ -153,7 +156,7 @@ class Staging:
         if copies:
             self._landed()
             memory.depart(slot, step)
-            others = self._in_turn(others, step, memory.turns(whole)[0])
+            others = self._in_turn(others, step, memory.turns(whole)[0], mark)
             self.down_nbytes += sum(self._table.mirror(run).nbytes for run in corrected + others)
         self.up_nbytes += sum(self._table.corrections(run, slot).nbytes for run in corrected)
         for lane in self._lanes.values():
@@ -169,15 +172,26 @@ class Staging:
         elif offer is not None and memory.step >= 0:
             offer(memory.step, self._fit)
 
-    def _in_turn(self, runs: list[_Run], step: int, every: int) -> list[_Run]:
-        """Return the runs whose piece has its turn in this step, or has missed turns."""
+    def _in_turn(
+        self,
+        runs: list[_Run],
+        step: int,
+        every: int,
+        mark: Callable[[NDArray[np.uint8]], None] | None,
+    ) -> list[_Run]:
+        """Return the runs whose piece has its turn in this step, or has missed turns, and marked ones."""
+        assert self._table is not None
         if every > 1:
-            never = step - 2 * every
+            marks = np.zeros(self._table.memory.layout.nchunks, np.uint8)
+            if mark is not None and marks.size:
+                mark(marks)
+            late = step - 2 * every
             runs = [
                 run
                 for run in runs
                 if (step + run.piece) % every == 0
-                or self._copied.get(run.piece, never) <= step - 2 * every
+                or self._copied.get(run.piece, late) <= late
+                or marks[slice(*self._table.chunks(run))].any()
             ]
         self._copied.update((run.piece, step) for run in runs)
         return runs

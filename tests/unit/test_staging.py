@@ -100,6 +100,22 @@ def test_bytes_are_those_of_the_turns_and_of_corrections():
     np.testing.assert_array_equal(learner.mirror(), learner.values)
 
 
+def test_a_piece_that_an_exchange_moves_next_is_copied_out_of_turn():
+    learner = alone()
+    copy_every_fourth(learner.memory)
+    pieces = learner.staging._table._pieces
+
+    def mark(marks: np.ndarray) -> None:
+        marks[0] = 1
+
+    for step in range(2):  # step 1 is the turn of neither
+        learner.update(np.ones(COUNT), step)
+        learner.staging.absorb(step, True, None, False, mark)
+        learner.land()
+    sizes = [learner.staging._table.mirror(piece).nbytes for piece in pieces]
+    assert learner.staging.down_nbytes == sum(sizes) + sizes[0]
+
+
 def beside_the_host(seed: int) -> OnLagging:
     """Every second tensor is in the host's own memory."""
     place = OnLagging(seed, trainer_lags=False)
