@@ -140,7 +140,7 @@ class SuperLearner:
             self.meet.wait(LONGEST_S)
             engine.memory.all_met()
             self.update()
-            engine.memory.absorb(addresses(self.leader), step)
+            engine.memory.absorb(addresses(self.leader), step, 1, False, engine.mark_next)
             engine.offer(step)
             if plan.in_step is not None and plan.in_step.is_due(step):
                 self.round(step, plan.in_step)
@@ -214,15 +214,17 @@ class Job:
         follows: bool = False,
         grows: bool = False,
         steps: int = STEPS,
+        **options: Any,
     ):
         self.threads = Threads(n)
         areas = [private_memory(Loop.shared_nbytes(CHUNK_KIB * 1024)) for _ in range(n)]
+        often = {"exchanges_per_step": 4.0}
         config = Config(
             chunk_kib=CHUNK_KIB,
-            exchanges_per_step=4.0,
             deadline_s=30.0,
             leave_deadline_s=30.0,
             timeline="unused",
+            **(often | options),
         )
         self.members = []
         for i in range(n):
@@ -330,6 +332,10 @@ JOBS: dict[str, Callable[[], None]] = {
     "sent": lambda: Job("random_ring", shared=False).run(),
     "node": lambda: Job("random_pairs", follows=True).run(),
     "grows": lambda: Job("random_pairs", grows=True).run(),
+    # steps leave out chunks, and copy those that the next exchange moves
+    "small shares": lambda: Job(
+        "random_pairs", follows=True, exchange_share=0.1, exchanges_per_step=1.0
+    ).run(),
     "rounds": lambda: Job("synchronous_gossip:order=awc+random_pairs", n=4).run(),
     "means": lambda: Job("delay_by_one").run(),
     "both": lambda: Job("gossip_pga:period=4+random_ring").run(),
