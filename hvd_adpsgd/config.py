@@ -341,7 +341,7 @@ class Config:
         str,
         "",
         "a model with NaN or infinity: raise NonFiniteModelError, or train on without averaging; on a GPU "
-        "a step later",
+        "a step later, on a CPU with a small share up to 4",
         choices=("raise", "skip"),
     )
     chunk_kib: int = _option(
