@@ -37,7 +37,7 @@ def address_inside(world: World) -> str:
     Raises:
         TopologyError: if they are on several hosts that do not reach each other.
     """
-    if world.inner_size == 1:
+    if world.inner.Get_size() == 1:
         return LOOPBACK
     networks = allgather_object(world.inner, (network_name(), addresses()))
     return choose_address(world.config.nics, network_name(), networks)

@@ -24,7 +24,7 @@ from hvd_adpsgd.joining.candidates import (
     join_server,
 )
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
-from hvd_adpsgd.joining.replacements import is_minority, lost, starters
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters, with_missed
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.arrival import arrive
@@ -200,6 +200,12 @@ def _forget() -> None:
         kept.clear()
 
 
+def _living(world: World) -> set[int]:
+    """Return the ranks of the living learners, and of those without which their super learners train on."""
+    living = set(world.collectives.ranks)
+    return with_missed(world.groups, living) if world.config.shrink else living
+
+
 def _packed(state: Any) -> tuple[bytes, str]:
     """Return the packed state for a joining learner, and why it cannot be pickled, "" if it can."""
     try:
@@ -268,7 +274,7 @@ def _judge_joined(world: World) -> None:
 
 def _trust_joined(world: World) -> None:
     """Reset the failed starts of a super learner that has joined and lived for some time."""
-    living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
+    living = _living(world).difference(world.membership.failed_ranks())
     for number, at in list(_joined.items()):
         if time.monotonic() - at > _LIVES_S and living.issuperset(world.groups[number]):
             del _joined[number]
@@ -284,7 +290,7 @@ def _count_failure(number: int) -> str:
 
 
 def _require_whole(world: World) -> None:
-    missing = sorted(set(world.groups[world.super_rank]) - set(world.collectives.ranks))
+    missing = sorted(set(world.groups[world.super_rank]) - _living(world))
     if missing:
         raise PeerFailedError(
             f"{DOING}: learners {missing} of this super learner {world.super_rank} have failed, and it "
@@ -298,7 +304,7 @@ def _start_one(
     """Start one replacement of a lost super learner, if the plan assigns one to this learner."""
     global _again
     _again = False
-    living = world.collectives.ranks
+    living = _living(world)
     gone = lost(world.groups, living)
     _known.clear()
     _known.update(gone)
@@ -502,7 +508,7 @@ def _state_for(
 
 def _senders(world: World, first: int) -> tuple[int, ...]:
     """Return the ranks that each send a part of the model: `first`, which has the state, and few leaders."""
-    living = set(world.collectives.ranks)
+    living = _living(world)
     leaders = [group[0] for group in world.groups if living >= set(group) and group[0] != first]
     return (first, *leaders[: SENDERS - 1])
 
