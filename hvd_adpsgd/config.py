@@ -243,8 +243,8 @@ class Config:
         0,
         int,
         "",
-        "1 (an experiment): a super learner trains on without a learner that has ended, unless that was its "
-        "leader; with inner=torch, without MPI",
+        "1 (an experiment): a super learner trains on without a learner that has ended; with inner=torch, "
+        "without MPI",
         low=0,
         high=1,
     )
