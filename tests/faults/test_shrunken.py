@@ -59,7 +59,7 @@ def require_trained_on(result: Result, n: int, k: int, victims: list[int]) -> No
     "place",
     [
         pytest.param("forward", marks=pytest.mark.extended),
-        "backward",
+        pytest.param("backward", marks=pytest.mark.extended),
         "reduction",
         pytest.param("update", marks=pytest.mark.extended),
         pytest.param("exception", marks=pytest.mark.extended),

@@ -27,6 +27,7 @@ def study(folder: Path, *words: str) -> list[records.Record]:
     return records.load(folder / "runs.jsonl")
 
 
+@pytest.mark.extended
 def test_learners_train_on_when_one_is_killed(tmp_path: Path) -> None:
     (run,) = study(tmp_path, "--only", "killed", "--schemes", "hadpsgd")
     assert run.ended_s is None
