@@ -13,7 +13,7 @@ from hvd_adpsgd.engine.layout import Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.store import Store
-from hvd_adpsgd.engine.turns import Moves
+from hvd_adpsgd.engine.turns import Mark, Moves
 
 __all__ = ["ModelMemory"]
 
@@ -144,7 +144,7 @@ class ModelMemory:
         step: int,
         threads: int = 1,
         whole: bool = True,
-        mark: Callable[[NDArray[np.uint8]], None] | None = None,
+        mark: Mark | None = None,
     ) -> tuple[bool, bool]:
         """Add to the parameters the corrections that exchanges have computed, of all shards.
 

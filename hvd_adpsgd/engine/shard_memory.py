@@ -17,7 +17,7 @@ from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSp
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_of
 from hvd_adpsgd.engine.store import Store
-from hvd_adpsgd.engine.turns import LOOKS, Moves, steps_between_copies
+from hvd_adpsgd.engine.turns import LOOKS, Mark, Moves, marked, steps_between_copies
 
 __all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
 
@@ -331,7 +331,7 @@ class ShardMemory:
         step: int,
         threads: int = 1,
         whole: bool = True,
-        mark: Callable[[NDArray[np.uint8]], None] | None = None,
+        mark: Mark | None = None,
     ) -> tuple[bool, bool]:
         """Add corrections from exchanges, if any, to the parameters; on the leader copy these to the engine.
 
@@ -341,8 +341,7 @@ class ShardMemory:
             threads: most threads that may compute; a small model uses one.
             whole: whether all chunks are copied and looked at; else chunks without a correction take turns,
                 where exchanges move small shares (`moves`).
-            mark: sets to 1 the marks, one for each chunk, of those that an exchange will move next: they are
-                copied out of turn.
+            mark: marks the chunks that an exchange will move next, which are copied out of turn.
 
         Returns:
             Whether every parameter that was looked at is finite, and whether a correction was added; equal on
@@ -352,9 +351,8 @@ class ShardMemory:
         starts = self._starts(threads, every)
         self._passes += not whole
         turn, wanted = self._passes, None
-        if every > 1 and mark is not None and self.layout.nchunks:
-            wanted = np.zeros(self.layout.nchunks, np.uint8)
-            mark(wanted)
+        if every > 1 and self.layout.nchunks:
+            wanted = marked(mark, self.layout.nchunks)
         found = self.store.absorb(
             self._spans, addresses, self.take(), step, starts, every, checked, turn, wanted
         )

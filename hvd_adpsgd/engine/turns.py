@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvd_adpsgd.strategies.plan import Plan
 
-__all__ = ["LARGEST_SHARE", "LONGEST", "LOOKS", "Moves", "leaves_out", "steps_between_copies"]
+__all__ = [
+    "LARGEST_SHARE",
+    "LONGEST",
+    "LOOKS",
+    "Mark",
+    "Moves",
+    "leaves_out",
+    "marked",
+    "steps_between_copies",
+]
+
+# Sets to 1 the bytes, one for each chunk, of the chunks that an exchange will move next.
+Mark = Callable[[NDArray[np.uint8]], None]
 
 LONGEST = 4  # steps from one copy of a chunk to the next, at most (docs/log/0132-turns.md)
 LOOKS = 4  # and from one look whether it is finite to the next; a multiple of LONGEST
@@ -51,3 +67,11 @@ def steps_between_copies(moves: Moves, chunks: int) -> int:
     per_step = 2 * moves.rate * max(moves.share, 1 / max(1, chunks))
     steps = min(LONGEST, 1 / per_step) if per_step > 0 else LONGEST
     return 1 << int(math.log2(steps)) if steps > 1 else 1
+
+
+def marked(mark: Mark | None, chunks: int) -> NDArray[np.uint8]:
+    """Return for each chunk whether an exchange will move it next: 1 or 0; zeros without a `mark`."""
+    marks = np.zeros(chunks, np.uint8)
+    if mark is not None and chunks:
+        mark(marks)
+    return marks

@@ -220,7 +220,7 @@ class Communicator:
         return self.allgather(value if self.Get_rank() == root else None)[root]
 
     def leave_out(self, places: Collection[int]) -> None:
-        """Go on without some learners, and with new ranks; all remaining learners call this alike.
+        """Remove learners; the remaining ones get new ranks, and all of them call this with equal arguments.
 
         A message that was sent before is dropped, or never read: it has the number of before.
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shared_memory import shared_counters
 
-__all__ = ["Mates"]
+__all__ = ["FOREVER", "Mates"]
 
 _COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
-_FOREVER = 2**62  # more sets than there are
+FOREVER = 2**62  # more sets than there are
 # seconds between two polls; Horovod's own cycle is 1 ms
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
 
@@ -130,10 +130,10 @@ class Mates:
         self._mine[[_COMPLETE, _JOINED, _ASKED]] = sets, 0, sets << 32
 
     def loses(self, ranks: Sequence[int]) -> None:
-        """Wait no more for these learners (inner ranks), which have ended; all others call this alike."""
+        """Stop waiting for these learners (inner ranks), which have ended; all others call this."""
         for rank in ranks:
             self._rows[rank] = 0
-            self._rows[rank, _COMPLETE] = _FOREVER
+            self._rows[rank, _COMPLETE] = FOREVER
 
     def has_joined(self, rank: int) -> bool:
         """Whether learner `rank`, in join(), contributed zeros to the set of gradients averaged last.

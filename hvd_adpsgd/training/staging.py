@@ -48,9 +48,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shard_memory import NO_SLOT, Area, ShardMemory
+from hvd_adpsgd.engine.turns import Mark, marked
 from hvd_adpsgd.training.devices import Device, Event, Host, device_of
 
 __all__ = ["PIECE_NBYTES", "Staging"]
@@ -129,7 +129,7 @@ class Staging:
         wants: bool,
         offer: Callable[[int, bool], None] | None = None,
         whole: bool = True,
-        mark: Callable[[NDArray[np.uint8]], None] | None = None,
+        mark: Mark | None = None,
     ) -> None:
         """Let devices add corrections from exchanges to parameters; on the leader, copy these to the engine.
 
@@ -177,14 +177,12 @@ class Staging:
         runs: list[_Run],
         step: int,
         every: int,
-        mark: Callable[[NDArray[np.uint8]], None] | None,
+        mark: Mark | None,
     ) -> list[_Run]:
         """Return the runs whose piece has its turn in this step, or has missed turns, and marked ones."""
         assert self._table is not None
         if every > 1:
-            marks = np.zeros(self._table.memory.layout.nchunks, np.uint8)
-            if mark is not None and marks.size:
-                mark(marks)
+            marks = marked(mark, self._table.memory.layout.nchunks)
             late = step - 2 * every
             runs = [
                 run

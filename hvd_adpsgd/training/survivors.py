@@ -30,13 +30,13 @@ from hvd_adpsgd.engine.shared_memory import shared_counters
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.inner.horovod import HorovodInternalError
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.training.mates import FOREVER
 
 __all__ = ["BrokenSetError", "Survivors"]
 
 _REDUCED, _BROKEN, _LEFT, _LOST, _DECIDED, _MET, _FLAG = range(7)  # columns of Survivors._rows
 _COLUMNS = _FLAG + 2
 _LEADER = 0
-_FOREVER = 2**62  # more sets than there are
 _LOOK_S = 0.05  # pause between two looks for mates that have ended
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 1e-3  # between two polls of the rows
 
@@ -111,7 +111,8 @@ class Survivors:
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
 
     def _is_broken(self, number: int) -> bool:
-        out = sorted(self.out())  # before the rows are read: who has ended changes its row no more
+        # read before the rows: a learner that has ended no longer writes to its row
+        out = sorted(self.out())
         short = self._rows[out, _REDUCED] <= number
         return bool(short.any() or (self._rows[:, _BROKEN] == number + 1).any())
 
@@ -133,7 +134,7 @@ class Survivors:
         if self._me in lost:
             raise HorovodInternalError("the leader counts this learner as one that has ended")
         for rank in lost:
-            self._rows[rank, _REDUCED] = _FOREVER
+            self._rows[rank, _REDUCED] = FOREVER
         return [rank for rank in lost if rank not in before]
 
     def _decide(self, number: int) -> None:

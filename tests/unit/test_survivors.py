@@ -1,4 +1,4 @@
-"""With HVD_ADPSGD_SHRINK mates agree whether a step's gradients count, and who is left; what is refused."""
+"""HVD_ADPSGD_SHRINK: agreement on a step's gradients and on the remaining learners; refused uses."""
 
 from __future__ import annotations
 
