@@ -497,7 +497,8 @@ def test_model_that_is_not_finite_stays_out_once_it_is_found() -> None:
     """With small shares it may be found late, then in each step until it is finite again."""
     said = refused()["skip in turn"]
     counts = [facts["nonfinite_steps"] for facts in said]
-    assert counts[0] == counts[1] and 1 <= counts[0] <= 6 and counts[2:] == [0, 0]
+    # six steps, looked at in the second one, or in the first if a correction has come
+    assert counts[0] == counts[1] and counts[0] in (5, 6) and counts[2:] == [0, 0]
     assert all(facts["finite"] and facts["same"] for facts in said)
 
 
