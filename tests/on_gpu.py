@@ -2,7 +2,8 @@
 
 on_gpu.py PROGRAM ARGUMENT ...
 
-TEST_GPU in the environment is the number of that GPU.
+TEST_GPU in the environment is the number of that GPU. With TEST_NCCL learners that share it use NCCL, which
+takes each for a host of its own.
 """
 
 import os
@@ -24,6 +25,8 @@ class Generator(torch.Generator):
 
 
 if __name__ == "__main__":
+    if "TEST_NCCL" in os.environ:
+        os.environ["NCCL_HOSTID"] = str(os.getpid())
     torch.set_default_device(GPU)
     torch.Generator = Generator  # type: ignore[misc]
     sys.argv = sys.argv[1:]

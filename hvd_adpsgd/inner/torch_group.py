@@ -6,8 +6,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from hvd_adpsgd.inner.gpus import cuda_backend
 
 __all__ = ["group_of", "store_of"]
 
@@ -47,7 +48,8 @@ def group_of(
         gather: returns the values that all learners give, by rank.
     """
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        cuda = cuda_backend(rank, size, dist.PrefixStore("gpus", store))
+        backend = f"cpu:gloo,cuda:{cuda}" if cuda else "gloo"
         its = dist.PrefixStore("default", store)
         dist.init_process_group(backend, store=its, rank=rank, world_size=size)
     ranks = gather(dist.get_rank())

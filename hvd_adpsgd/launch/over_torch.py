@@ -13,7 +13,7 @@ from hvd_adpsgd.errors import ConfigError, LaunchError
 from hvd_adpsgd.inner import VARIABLE, is_fallback, over_torch
 from hvd_adpsgd.inner.over_torch.refused import refuse
 from hvd_adpsgd.launch.inner_sockets import break_recorded, closed_in_children
-from hvd_adpsgd.launch.torch_group import address_inside, super_learner_group
+from hvd_adpsgd.launch.torch_group import abort_group, address_inside, super_learner_group
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 
@@ -46,7 +46,7 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
                 address,
                 functools.partial(allgather_object, world.inner),
                 seconds,
-                break_recorded,
+                functools.partial(_interrupt, world),
                 functools.partial(super_learner_group, world),
             )
     except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
@@ -56,6 +56,12 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
             "that their hosts share in HVD_ADPSGD_NICS, and look for a firewall between them."
         ) from error
     over_torch.start(its)
+
+
+def _interrupt(world: World) -> None:
+    """End operations of torch that wait for a learner which has ended, in this library's groups."""
+    break_recorded()
+    abort_group(world)
 
 
 def _longest_s(world: World) -> float:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
@@ -19,15 +20,24 @@ from hvd_adpsgd.engine.interfaces import (
     interface_of,
     network_name,
 )
+from hvd_adpsgd.inner.gpus import abort_nccl
 from hvd_adpsgd.inner.torch_group import group_of, store_of
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["address_inside", "are_inside", "is_inside", "super_learner_group"]
+__all__ = [
+    "abort_group",
+    "address_inside",
+    "are_inside",
+    "has_aborted",
+    "is_inside",
+    "super_learner_group",
+]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _groups: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
+_aborted: weakref.WeakSet[World] = weakref.WeakSet()
 _default: Any = None  # torch's default group, if this library has made it
 
 
@@ -83,6 +93,19 @@ def _destroy() -> None:
     if _default is not None and dist.is_initialized() and dist.group.WORLD is _default:
         dist.destroy_process_group()
     _default = None
+
+
+def abort_group(world: World) -> None:
+    """End unfinished operations of the group on GPUs, as a learner has ended; `has_aborted` says so first."""
+    group = _groups.get(world)
+    if group is not None and "nccl" in dist.get_backend_config(group):
+        _aborted.add(world)
+        abort_nccl(group._get_backend(torch.device("cuda")))
+
+
+def has_aborted(world: World) -> bool:
+    """Whether operations of the group may have left unfinished results on GPUs."""
+    return world in _aborted
 
 
 def is_inside(world: World, group: Any) -> bool:

@@ -128,6 +128,11 @@ class AveragedTensors:
         for staging in self._stagings:
             staging.close()
 
+    def copied(self) -> tuple[int, int]:
+        """Return how many bytes have been copied from devices to the host, and to devices."""
+        down = sum(staging.down_nbytes for staging in self._stagings)
+        return down, sum(staging.up_nbytes for staging in self._stagings)
+
     def before_update(self) -> None:
         """Let devices, not the host, wait for copies of the parameters, which the optimizer changes next."""
         for staging in self._stagings:

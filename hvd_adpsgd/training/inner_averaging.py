@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -26,8 +27,10 @@ from hvd_adpsgd.errors import (
     GradientOrderError,
 )
 from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.launch.torch_group import has_aborted
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.shrinking import shrink
+from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.survivors import BrokenSetError
 
 __all__ = [
@@ -52,6 +55,7 @@ __all__ = [
 
 # in the first steps, and then in each of so many, learners compare gradients that the script averages
 _COMPARED_FIRST, _COMPARED_EVERY = 4, 64
+_LOOK_S = 2e-5  # between two looks at whether a GPU has averaged gradients
 
 
 def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
@@ -200,6 +204,24 @@ def average_for_step(self: Any) -> None:
     self._synchronized = False
 
 
+def _await_devices(self: Any, inner: SuperLearner) -> None:
+    """Wait until GPUs have averaged the gradients: NCCL's operations end there, later than on the host.
+
+    Raises:
+        HorovodInternalError: if a learner of the super learner has ended meanwhile. Gradients may be those
+            of an unfinished operation then.
+    """
+    parameters = (p for group in self.param_groups for p in group["params"])
+    for device in {p.device for p in parameters if p.is_cuda}:
+        averaged = torch.cuda.current_stream(device).record_event()
+        while not averaged.query():
+            inner.has_failed()
+            inner.require_alive()
+            time.sleep(_LOOK_S)
+    if has_aborted(inner.world):
+        raise horovod.HorovodInternalError("a learner of the super learner has ended")
+
+
 def _meet_for_step(self: Any) -> None:
     """Wait for the mates of a step whose gradients the script has averaged; compare them in some steps.
 
@@ -218,6 +240,8 @@ def _meet_for_step(self: Any) -> None:
         inner.replacements.step(number, gradients_of(self))
     with averaging.reducing(len(self._allreduce_delay), are_averaged=inner.has_failed):
         inner.require_alive()
+        if averaging.world.inner_size > 1:
+            _await_devices(self, inner)
     self._synchronized = False
     averaging.require_finite_shards()
     if compares and inner.replacements.differ(number):

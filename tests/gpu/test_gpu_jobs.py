@@ -1,11 +1,14 @@
-"""Whole jobs on a GPU: learners that share it, or have one each. Skipped without a GPU."""
+"""Whole jobs on a GPU: learners that share it, or have one each. Skipped without a GPU.
+
+NCCL takes learners on one GPU for learners of several hosts here (NCCL_HOSTID), as it refuses two on one.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.launcher import run_learners
+from tests.launcher import Result, run_learners
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
@@ -13,7 +16,17 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-PROGRAM = """
+INNER = ["torch gloo", "torch nccl", "horovod", "horovod nccl"]
+
+ALONE_ON_GPU = """
+    import os
+    if os.environ["TEST_WAY"].endswith("nccl"):
+        os.environ["NCCL_HOSTID"] = str(os.getpid())
+"""
+
+PROGRAM = (
+    ALONE_ON_GPU
+    + """
     import torch
     import hvd_adpsgd.torch as hvd
 
@@ -46,16 +59,32 @@ PROGRAM = """
     say(rank=hvd.rank(), same=same, error=error, exchanges=exchanges or 0)
     hvd.shutdown()
 """
+)
 
 
+def run(way: str, learners: int, size: int, program: str, *args: str) -> Result:
+    """Run a job with `way` inside super learners of `size`."""
+    if way.startswith("horovod"):
+        horovod = pytest.importorskip("horovod.torch")
+        if way == "horovod nccl" and not horovod.nccl_built():
+            pytest.skip("Horovod was built without NCCL")
+    env = {
+        "TEST_WAY": way,
+        "HVD_ADPSGD_INNER": way.split()[0],
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size),
+        "HVD_ADPSGD_LEAVE_DEADLINE_S": "2",
+    }
+    return run_learners(learners, program, args=args, env=env)
+
+
+@pytest.mark.parametrize("way", INNER)
 @pytest.mark.parametrize(("learners", "size"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-12)])
 def test_the_mean_moves_by_gradients_only(
-    learners: int, size: int, dtype: str, bound: float
+    way: str, learners: int, size: int, dtype: str, bound: float
 ) -> None:
     """And the learners of a super learner have the same bits after every step, sharing a GPU or not."""
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size)}
-    said = run_learners(learners, PROGRAM, args=[dtype], env=env).checked().by_rank()
+    said = run(way, learners, size, PROGRAM, dtype).checked().by_rank()
     assert len(said) == learners
     assert sum(facts["exchanges"] for facts in said) > 0
     for facts in said:
@@ -63,7 +92,44 @@ def test_the_mean_moves_by_gradients_only(
         assert facts["error"] < bound, facts
 
 
-BROADCAST = """
+LOST = (
+    ALONE_ON_GPU
+    + """
+    import signal
+    import torch
+    import hvd_adpsgd.torch as hvd
+
+    hvd.init()
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    torch.manual_seed(hvd.super_rank())
+    model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4))).cuda()
+    parameters = model.parameters()
+    if sys.argv[1] == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(
+            model, process_group=hvd.super_learner_group())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.01), named_parameters=model.named_parameters())
+    after = step = 0
+    while after < 20:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 200, device="cuda")).square().mean()
+        if step == 30 and hvd.rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        known = torch.tensor([int(hvd.failed_ranks() == (2, 3))])  # both at the same step
+        after += bool(hvd.allgather(known, process_set=hvd.super_learner).all())
+        step += 1
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+    node = hvd.allgather(mine[None], process_set=hvd.super_learner)
+    say(rank=hvd.rank(), same=bool((node == node[0]).all()), finite=bool(mine.isfinite().all()))
+    hvd.shutdown()
+"""
+)
+
+BROADCAST = (
+    ALONE_ON_GPU
+    + """
     import torch
     import hvd_adpsgd.torch as hvd
 
@@ -79,13 +145,20 @@ BROADCAST = """
     say(rank=hvd.rank(), sums=sums)
     hvd.shutdown()
 """
+)
 
 
-def test_operations_of_one_super_learner_write_into_parameters() -> None:
+@pytest.mark.parametrize("way", INNER)
+@pytest.mark.parametrize("gradients", ["hvd", "DDP"])
+def test_a_killed_learner_takes_its_super_learner_only(way: str, gradients: str) -> None:
+    result = run(way, 4, 2, LOST, gradients)
+    assert [facts["rank"] for facts in result.by_rank()] == [0, 1], result.report()
+    assert all(facts["same"] and facts["finite"] for facts in result.said), result.report()
+
+
+@pytest.mark.parametrize("way", INNER)
+def test_operations_of_one_super_learner_write_into_parameters(way: str) -> None:
     """Those are Horovod's; without NCCL torch's operations in its background thread write the result."""
-    said = (
-        run_learners(2, BROADCAST, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked().by_rank()
-    )
-    first, second = (facts["sums"] for facts in said)
+    first, second = (facts["sums"] for facts in run(way, 2, 2, BROADCAST).checked().by_rank())
     assert first == second
     assert abs(first[2] - 2 * first[0]) < 1e-4 * abs(first[0]) + 1e-5

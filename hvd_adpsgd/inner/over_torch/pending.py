@@ -63,8 +63,9 @@ class Pending:
         self._over.wait()
         if self._error is not None:
             raise HorovodInternalError(str(self._error)) from self._error
-        for event in self.executed:
-            torch.cuda.current_stream().wait_event(event)
+        for stream in map(torch.cuda.current_stream, self._devices()):
+            for event in self.executed:
+                stream.wait_event(event)
         for tensor in self.result if isinstance(self.result, list) else [self.result]:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

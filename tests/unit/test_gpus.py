@@ -1,0 +1,34 @@
+"""Which backend moves CUDA tensors: NCCL refuses two learners on one GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hvd_adpsgd.inner import gpus
+
+
+@pytest.mark.parametrize(
+    ("mine", "mate", "host", "expected"),
+    [
+        (["a"], ["/b"], "", "nccl"),  # each learner sees its own
+        (["a", "b"], ["/a", "/b"], "", "nccl"),  # both see both
+        (["a"], ["/a"], "", "gloo"),
+        (["a"], ["2/a"], "1", "nccl"),
+        (["a"], [], "", "gloo"),
+        ([], [], "", ""),
+    ],
+)
+def test_nccl_where_each_learner_can_have_a_gpu(mine, mate, host, expected, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(mine))
+    monkeypatch.setattr(gpus, "_uuid", lambda number: mine[number])
+    monkeypatch.setenv("NCCL_HOSTID", host)
+    store = dist.HashStore()
+    store.set("1", json.dumps(mate))
+    assert gpus.cuda_backend(0, 2, store) == expected
+    assert ("2 learners of a super learner share 1 GPUs" in caplog.text) == (expected == "gloo")
