@@ -13,7 +13,12 @@ from hvd_adpsgd.errors import ConfigError, LaunchError
 from hvd_adpsgd.inner import VARIABLE, is_fallback, over_torch
 from hvd_adpsgd.inner.over_torch.refused import refuse
 from hvd_adpsgd.launch.inner_sockets import break_recorded, closed_in_children
-from hvd_adpsgd.launch.torch_group import abort_group, address_inside, super_learner_group
+from hvd_adpsgd.launch.torch_group import (
+    abort_group,
+    address_inside,
+    forget_group,
+    super_learner_group,
+)
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 
@@ -90,6 +95,7 @@ def shrink_over_torch(world: World, lost: Sequence[int]) -> None:
             f"{_longest_s(world):g} s. Start the job again."
         )
     world.inner.leave_out(lost)
+    forget_group(world)
     start_over_torch(world)
 
 

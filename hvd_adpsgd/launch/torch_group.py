@@ -24,16 +24,19 @@ from hvd_adpsgd.inner.gpus import abort_nccl
 from hvd_adpsgd.inner.torch_group import group_of, store_of
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle.shutdown import finishes_within
 
 __all__ = [
     "abort_group",
     "address_inside",
     "are_inside",
+    "forget_group",
     "has_aborted",
     "is_inside",
     "super_learner_group",
 ]
 
+_LONGEST_S = 5.0  # for an aborted group to end
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _groups: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
@@ -66,8 +69,9 @@ def super_learner_group(world: World) -> Any:
         gather = functools.partial(allgather_object, world.inner)
         address = address_inside(world)
         with closed_in_children(), _on_interface(interface_of(address)):
-            store = store_of(world.inner_rank, address, gather)
-            _groups[world] = group_of(world.inner_rank, world.inner_size, store, gather)
+            rank, size = world.inner.Get_rank(), world.inner.Get_size()
+            store = store_of(rank, address, gather)
+            _groups[world] = group_of(rank, size, store, gather)
         if is_ours:
             _default = dist.group.WORLD
             world.teardown.at_shutdown(_destroy)
@@ -91,7 +95,10 @@ def _destroy() -> None:
     """Destroy torch's default group if this library has made it."""
     global _default
     if _default is not None and dist.is_initialized() and dist.group.WORLD is _default:
-        dist.destroy_process_group()
+        if _aborted:  # NCCL's destructor waits for the learner that has ended
+            finishes_within(dist.distributed_c10d._abort_process_group, _LONGEST_S)
+        else:
+            dist.destroy_process_group()
     _default = None
 
 
@@ -106,6 +113,13 @@ def abort_group(world: World) -> None:
 def has_aborted(world: World) -> bool:
     """Whether operations of the group may have left unfinished results on GPUs."""
     return world in _aborted
+
+
+def forget_group(world: World) -> None:
+    """Let `super_learner_group` make another group: the super learner trains on with fewer learners."""
+    if _groups.pop(world, None) is not None:
+        _destroy()
+    _aborted.discard(world)
 
 
 def is_inside(world: World, group: Any) -> bool:

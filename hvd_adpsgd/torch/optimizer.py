@@ -9,7 +9,6 @@ methods are Horovod's, overridden by those of `_METHODS` below. One step is
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import weakref
@@ -318,9 +317,10 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     without it: see training/shrinking.
     """
     stop_dropped()
-    with contextlib.suppress(BrokenSetError):
+    try:
         return _whole_step(self, closure)
-    return None
+    except BrokenSetError as broken:
+        return broken.loss
 
 
 def _whole_step(self: Any, closure: Callable[[], Any] | None) -> Any:
@@ -351,7 +351,11 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            average_for_step(self)
+            try:
+                average_for_step(self)
+            except BrokenSetError as broken:
+                broken.loss = loss
+                raise
             averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
         averaging.before_update()
         return loss

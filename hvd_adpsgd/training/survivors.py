@@ -45,7 +45,12 @@ class BrokenSetError(Exception):
     """The gradients under way are not averaged, as a mate has ended: no learner steps with them.
 
     Never raised to the script.
+
+    Attributes:
+        loss: what the closure of the step has returned, for the script.
     """
+
+    loss: Any = None
 
 
 class Survivors:

@@ -119,6 +119,44 @@ def test_it_starts_a_replacement_of_another_super_learner(tmp_path: Path) -> Non
     assert "super learner 0 is gone" not in result.stderr, result.report()
 
 
+AFTERWARDS = """
+    import os, signal
+    import torch
+    import torch.distributed as dist
+    import hvd_adpsgd.torch as hvd
+    hvd.init()
+    model = torch.nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    def total():
+        number = torch.tensor(hvd.rank() + 1.0)
+        dist.all_reduce(number, group=hvd.super_learner_group())
+        return number.item()
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().mean()
+        loss.backward()
+        return loss
+    totals = [total()] if "early" in sys.argv else []
+    losses = [optimizer.step(closure)]
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    losses += [optimizer.step(closure) for _ in range(3)]
+    totals.append(total())
+    say(rank=hvd.rank(), totals=totals, losses=[float(loss.detach()) for loss in losses])
+"""
+
+
+@pytest.mark.parametrize("when", [pytest.param("early", marks=pytest.mark.extended), "late"])
+def test_a_new_group_and_the_losses_of_closures(when: str) -> None:
+    """torch's group is made anew without the learner that has ended; a step that is dropped has its loss."""
+    result = run(6, 3, AFTERWARDS, (when,))
+    its = {f["rank"]: f for f in result.said}
+    assert sorted(its) == [0, 2, 3, 4, 5], result.report()
+    assert [its[rank]["totals"][-1] for rank in sorted(its)] == [4, 4, 15, 15, 15], result.report()
+    assert all(len(facts["losses"]) == 4 for facts in its.values()), result.report()
+    assert "Error" not in result.stderr, result.report()
+
+
 REFUSED = """
     import torch
     import hvd_adpsgd.torch as hvd
