@@ -168,6 +168,11 @@ class Membership:
         if self._shrinks:
             self._lost.update(ranks)
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks of learners that have failed, and without which their super learners may train on."""
+        return frozenset(self._lost)
+
     def note_left(self, ranks: Collection[int]) -> None:
         """Mark super learners as left whose learners are all in `ranks`, except failed super learners.
 
