@@ -20,7 +20,7 @@ models, optimizers and the counts of publications are equal as after set s - 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -179,6 +179,11 @@ class Survivors:
                     return
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+
+    def awaiting(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` (inner ranks) that wait in a barrier which this learner has not entered."""
+        ahead = self._rows[:, _MET] > self._mine[_MET]
+        return [rank for rank in ranks if ahead[rank] and rank not in self.out()]
 
     def _behind(self) -> set[int]:
         """Return the inner ranks of mates that have entered fewer barriers, without those that are lost."""

@@ -157,6 +157,38 @@ def test_a_new_group_and_the_losses_of_closures(when: str) -> None:
     assert "Error" not in result.stderr, result.report()
 
 
+UNEVEN = """
+    import torch
+    import hvd_adpsgd.torch as hvd
+    from hvd_adpsgd.errors import AdpsgdError
+    hvd.init()
+    model = torch.nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    told = ""
+    try:
+        for step in range(4):
+            if step == 2 and hvd.rank() == int(sys.argv[1]):
+                hvd.admit(model, optimizer, blocking=False)
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).square().mean().backward()
+            optimizer.step()
+    except AdpsgdError as error:
+        told = f"{type(error).__name__} {error}"
+    say(rank=hvd.rank(), told=told)
+"""
+
+
+@pytest.mark.parametrize("caller", ["0", pytest.param("1", marks=pytest.mark.extended)])
+def test_an_operation_and_a_step_do_not_wait_for_each_other(caller: str) -> None:
+    """Learner 0 calls hvd.admit(blocking=False), which learner 1 does not; or the other way round."""
+    result = run(4, 2, UNEVEN, (caller,))
+    told = [facts["told"] for facts in result.by_rank()]
+    mate = 1 - int(caller)
+    assert f"learner {mate}: learner {caller}, of the same super learner, waits" in told[mate]
+    assert told[mate].startswith("CollectiveMismatchError step 2"), result.report()
+    assert told[2:] == ["", ""], result.report()
+
+
 REFUSED = """
     import torch
     import hvd_adpsgd.torch as hvd

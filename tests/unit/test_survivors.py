@@ -140,6 +140,17 @@ def test_barriers_wait_for_the_living(mates: Callable[[int], Mates], n: int) -> 
     assert together(*acts) == [flags] * (n - 1)
 
 
+def test_a_mate_in_a_barrier_is_told_from_one_that_has_ended_there(
+    mates: Callable[[int], Mates],
+) -> None:
+    its = mates(3)
+    its.rows[1:, survivors._MET] = 1
+    its.ended = {2}
+    assert its.learners[0].awaiting([1, 2]) == [1]
+    its.rows[0, survivors._MET] = 1
+    assert its.learners[0].awaiting([1, 2]) == []
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 FITTING = {"inner": "torch", "is_over_mpi": False, "is_plain": False}
