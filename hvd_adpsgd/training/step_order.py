@@ -97,9 +97,9 @@ class StepOrder:
         for mate in survivors.awaiting(late) if survivors is not None else ():
             raise horovods(CollectiveMismatchError)(
                 f"step {step}, learner {world.rank}: learner {ranks[mate]}, of the same super learner, waits "
-                "for this one in an operation, for instance hvd.admit(blocking=False), and this one waits for "
-                "its gradients. Make the same number of steps before each operation on all learners of a "
-                "super learner."
+                "for this one in an operation, as hvd.admit(blocking=False), and this one waits for its "
+                "gradients. Make the same number of steps before each operation on all learners of a super "
+                "learner."
             )
         try:
             world.collectives.require_step(

@@ -126,7 +126,8 @@ AFTERWARDS = """
     import hvd_adpsgd.torch as hvd
     hvd.init()
     model = torch.nn.Linear(4, 4)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
     def total():
         number = torch.tensor(hvd.rank() + 1.0)
         dist.all_reduce(number, group=hvd.super_learner_group())
@@ -163,7 +164,8 @@ UNEVEN = """
     from hvd_adpsgd.errors import AdpsgdError
     hvd.init()
     model = torch.nn.Linear(4, 4)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
     told = ""
     try:
         for step in range(4):
