@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,11 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
     seconds = _longest_s(world)
     if is_fallback() and world.rank == 0:
         log.info("Horovod is not installed: torch.distributed averages gradients in super learners")
+    if os.environ.get("HOROVOD_TIMELINE") and world.rank == 0:
+        log.warning(
+            "HOROVOD_TIMELINE is set, and no file is written: torch.distributed averages gradients in super "
+            "learners, in place of Horovod. Set HVD_ADPSGD_TIMELINE for this library's timeline."
+        )
     try:
         with closed_in_children():
             its = over_torch.World(

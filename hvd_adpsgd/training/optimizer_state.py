@@ -29,6 +29,7 @@ __all__ = [
     "require_shareable",
     "set_options",
     "stand_in",
+    "writing_in_place",
 ]
 
 # Names of the attributes that Horovod's constructor sets on the wrapped optimizer.
@@ -181,14 +182,21 @@ def _replace(held: Any, loaded: Any) -> None:
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state as load_state_dict does, but write tensors in place where shape and dtype agree.
+    """Load a state as load_state_dict does, but write tensors in place where shape and dtype agree."""
+    with writing_in_place(optimizer):
+        optimizer.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def writing_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """As keeping_held, but values are also written into the present tensors where shape and dtype agree.
 
     Horovod's broadcast does the same. A captured CUDA graph, for instance, then uses the new values.
     """
     before = options(optimizer)
     held = dict(optimizer.state)
     with keeping_held(optimizer):
-        optimizer.load_state_dict(state)
+        yield
     set_options(optimizer, options(optimizer), before)
     for parameter, loaded in list(optimizer.state.items()):
         optimizer.state[parameter] = _written(held.get(parameter), loaded)

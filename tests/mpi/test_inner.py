@@ -52,6 +52,27 @@ def test_synchronous_training_is_horovods() -> None:
     assert [facts["SGD losses"] for facts in ours] == [facts["SGD losses"] for facts in plain]
 
 
+def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
+    """As Horovod's broadcast does. A HOROVOD_TIMELINE, which nothing writes, is told of once."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        p = torch.nn.Parameter(torch.ones(3))
+        plain = torch.optim.SGD([p], lr=0.25 * (1 + hvd.rank()), momentum=0.5)
+        p.grad = torch.full((3,), 1.0 + hvd.rank())
+        plain.step()
+        group, buffer = plain.param_groups[0], plain.state[p]["momentum_buffer"]
+        hvd.broadcast_optimizer_state(plain, root_rank=0)
+        kept = plain.param_groups[0] is group and plain.state[p]["momentum_buffer"] is buffer
+        say(rank=hvd.rank(), kept=kept, rate=group["lr"], buffer=buffer.tolist())
+    """
+    result = run_learners(2, program, env={**INNER, "HOROVOD_TIMELINE": "/nowhere"}).checked()
+    for facts in result.by_rank():
+        assert facts["kept"] and facts["rate"] == 0.25 and facts["buffer"] == [1.0] * 3, facts
+    assert result.stderr.count("HOROVOD_TIMELINE is set") == 1, result.report()
+
+
 @functools.cache
 def said() -> list[dict[str, Any]]:
     """What each learner said; the launch ends with an error, as its last learner is killed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -74,6 +75,15 @@ def broadcast_optimizer_state(
     """Load the state and options of the optimizer of learner `root_rank`, on all learners."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    state = broadcast_object(optimizer.state_dict(), root_rank)
-    if world.rank() != root_rank:
+    is_root = world.rank() == root_rank
+    data = broadcast_object(_saved(optimizer.state_dict()) if is_root else None, root_rank)
+    if not is_root:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         optimizer.load_state_dict(state)
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    """Serialize a state for torch.load into CPU memory; cloudpickle would load it onto the root's GPU."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()

@@ -28,7 +28,12 @@ from hvd_adpsgd.torch.collectives.calls import (
 from hvd_adpsgd.torch.collectives.reductions import allreduce
 from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined, state_of
 from hvd_adpsgd.training.means import among_counterparts
-from hvd_adpsgd.training.optimizer_state import load_in_place, options, set_options
+from hvd_adpsgd.training.optimizer_state import (
+    load_in_place,
+    options,
+    set_options,
+    writing_in_place,
+)
 from hvd_adpsgd.training.sharded import is_sharded, local
 
 __all__ = [
@@ -166,7 +171,8 @@ def broadcast_optimizer_state(
         return
     if inner_process_set(None, "broadcast_optimizer_state") is not None:
         held = options(optimizer)
-        horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
+        with writing_in_place(optimizer):  # the torch backend's loads a state dict
+            horovod.broadcast_optimizer_state(optimizer, root_rank or 0, model)
         # because Horovod's broadcast replaces tensors, and omits the options of an optimizer without state
         set_options(optimizer, horovod.broadcast_object(options(optimizer), root_rank or 0), held)
         return
