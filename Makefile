@@ -24,7 +24,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all lint format demo real-speech compare large-batch model-averaging sharded-memory soak storm storm-on-hosts virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
+.PHONY: help venv build test test-all test-torch lint format demo real-speech compare large-batch model-averaging sharded-memory soak storm storm-on-hosts virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -44,6 +44,9 @@ test: venv $(STAMPS)/examples  ## the tests (8 minutes on two cores)
 
 test-all: venv $(STAMPS)/examples  ## and those that are one more of a kind (35 minutes)
 	@$(PYTEST) -m "extended or not extended" --hypothesis-profile=thorough $(or $(ARGS),tests)
+
+test-torch: venv $(STAMPS)/examples  ## the tests of jobs and faults with torch.distributed inside super learners
+	@TEST_INNER=torch $(PYTEST) $(or $(ARGS),tests/mpi tests/faults)
 
 lint: venv  ## ruff, format, types, who may import whom
 	@echo "== lint: ruff check, ruff format, mypy, lint-imports"

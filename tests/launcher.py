@@ -152,6 +152,16 @@ def run_learners(
         return _run(command, environment(env, first), timeout)
 
 
+def horovod_inside() -> bool:
+    """Whether Horovod averages gradients in the super learners of launches that name no other backend."""
+    return os.environ.get("TEST_INNER", "horovod") == "horovod"
+
+
+def needs_horovod_inside(reason: str) -> pytest.MarkDecorator:
+    """A mark that skips a test under TEST_INNER=torch, where it says nothing."""
+    return pytest.mark.skipif(not horovod_inside(), reason=f"Horovod's own: {reason}")
+
+
 def _at_imports(imports: Sequence[str], env: Mapping[str, str]) -> list[tuple[str, str]]:
     """The variables of learners that `imports` may read."""
     return [(k, v) for k, v in env.items() if imports and not k.startswith(_OURS)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import environment, run_learners, wait_for
+from tests.launcher import environment, needs_horovod_inside, run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 
@@ -117,6 +117,7 @@ FREES = r"""
 """
 
 
+@needs_horovod_inside("its background loop")
 @pytest.mark.parametrize(
     "fails",
     [

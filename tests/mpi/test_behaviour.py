@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launcher import run_learners
+from tests.launcher import needs_horovod_inside, run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -84,6 +84,7 @@ def test_one_operation_per_step_is_told_of_once(said: Said) -> None:
         assert facts["count"] == 200 and facts["seconds"] > 0, facts
 
 
+@needs_horovod_inside("HOROVOD_TIMELINE")
 def test_each_super_learner_writes_its_own_timeline(said: Said, folder: Path) -> None:
     assert said
     assert sorted(path.name for path in folder.iterdir()) == ["trace.0.json", "trace.1.json"]
@@ -96,4 +97,9 @@ def test_names_of_horovods_modules(said: Said) -> None:
     for facts in said["names"]:
         assert facts["homogeneous"] is True and facts["gpu"] is False and facts["average"] is True
         assert facts["powers"] == [False, True] and facts["functions"] == [True, True]
+
+
+@needs_horovod_inside("horovod.torch.elastic, which the torch backend refuses")
+def test_elastic_modules_are_horovods(said: Said) -> None:
+    for facts in said["names"]:
         assert facts["modules"] == ["horovod.torch.elastic.state", "horovod.torch.elastic.sampler"]

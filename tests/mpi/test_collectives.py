@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from tests.launcher import run_learners
+from tests.launcher import needs_horovod_inside, run_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -514,6 +514,7 @@ def test_learners_in_different_operations_are_told_so() -> None:
             assert f"learner 0 is in {name}, learner 1 in {other}." in text, text
 
 
+@needs_horovod_inside("calls of horovod.torch alone, and process sets")
 def test_one_super_learner_is_plain_horovod() -> None:
     """The same calls through both modules give the same bits, also those that only Horovod has."""
     program = """
@@ -532,8 +533,21 @@ def test_one_super_learner_is_plain_horovod() -> None:
                     m.allgather(y), m.broadcast(x, 1, process_set=s), m.grouped_allreduce([x, y[:2]])[1],
                     m.reducescatter(x), m.synchronize(m.allreduce_async(x, op=m.Adasum, process_set=s)),
                     m.alltoall(x)]
-        same = [torch.equal(a, b) for a, b in zip(run(horovod), run(hvd))]
-        for groups in (None, 1):  # gradients that Horovod alone does not reduce
+        say(rank=rank, same=[torch.equal(a, b) for a, b in zip(run(horovod), run(hvd))],
+            place=[hvd.rank(), hvd.size(), horovod.rank(), horovod.size()])
+    """
+    for facts in run_learners(2, program).checked().by_rank():
+        assert facts["same"] == [True] * 8
+        assert facts["place"] == [facts["rank"], 2] * 2
+
+
+def test_gradients_that_horovod_alone_does_not_reduce() -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        hvd.init()
+        rank, same = hvd.rank(), []
+        for groups in (None, 1):
             ps = [torch.nn.Parameter(torch.ones(6, 5).t()), torch.nn.Parameter(torch.ones(7).bfloat16())]
             o = hvd.DistributedOptimizer(torch.optim.SGD(ps, lr=1.0), groups=groups,
                 named_parameters=[("strided", ps[0]), ("brain", ps[1])])
@@ -543,12 +557,10 @@ def test_one_super_learner_is_plain_horovod() -> None:
                 o.step()
             same += [torch.equal(ps[0], 1 - 3 * torch.arange(30.).view(5, 6)),
                      torch.equal(ps[1], torch.zeros(7).bfloat16()), ps[1].grad.dtype == torch.bfloat16]
-        say(rank=rank, same=same, ranks=hvd.global_process_set.ranks,
-            place=[hvd.rank(), hvd.size(), horovod.rank(), horovod.size()], join=hvd.join() in (0, 1),
+        say(rank=rank, same=same, ranks=hvd.global_process_set.ranks, join=hvd.join() in (0, 1),
             isinstance=isinstance(hvd.global_process_set, hvd.ProcessSet))
     """
     for facts in run_learners(2, program).checked().by_rank():
-        assert facts["same"] == [True] * 14
+        assert facts["same"] == [True] * 6
         assert facts["ranks"] == [0, 1]
-        assert facts["place"] == [facts["rank"], 2] * 2
         assert facts["join"] and facts["isinstance"]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.strategies import STRATEGIES
-from tests.launcher import Result, run_learners
+from tests.launcher import Result, needs_horovod_inside, run_learners
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import STEPS, FreeRun, events
 from tests.mpi.simulation import GOSSIP, LAWS, ONE_OF_A_KIND, Setting, Simulation
@@ -332,6 +332,10 @@ def test_super_learners_of_one_are_all_learners() -> None:
     assert {facts["super_size"] for facts in trained("laws", 4).said["size/4"]} == {1}
 
 
+PLAIN = needs_horovod_inside("trains by horovod.torch alone")
+
+
+@PLAIN
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_super_learner_is_plain_horovod(name: str) -> None:
     said = trained("laws", 4).said
@@ -339,7 +343,16 @@ def test_one_super_learner_is_plain_horovod(name: str) -> None:
     assert len({f["digest"] for f in said["1x4/horovod"]}) == 1
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, "horovod"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_of_one_super_learner_are_synchronous_training(name: str) -> None:
+    """Over any backend: to rounding, as a sum's order may change from run to run."""
+    run = trained("laws", 4)
+    assert len({facts["digest"] for facts in run.said[f"1x4/{name}"]}) == 1
+    synchronous = run.models["4x1/synchronous"]
+    np.testing.assert_allclose(run.models[f"1x4/{name}"], synchronous, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, pytest.param("horovod", marks=PLAIN)])
 def test_one_learner_is_the_plain_optimizer(name: str) -> None:
     said = trained("alone", 1).said
     assert said[f"1x1/{name}"][0]["digest"] == said["1x1/torch"][0]["digest"]

@@ -198,7 +198,8 @@ def at_events(where: str) -> None:
 def one_super_learner(where: str) -> None:
     """Every strategy is plain Horovod, or without other learners the plain optimizer."""
     s = Setting("", momentum=0.9)
-    follow(f"{where}/horovod", s, module=horovod)
+    if horovod.is_initialized():  # torch.distributed inside does not
+        follow(f"{where}/horovod", s, module=horovod)
     if hvd.size() == 1:
         follow(f"{where}/torch", s, module=None)
     for name in STRATEGIES:
