@@ -28,7 +28,7 @@ def launched() -> list[dict[str, Any]]:
     # a close, or a step, that waits for the other super learner would wait beyond the launch
     waits = dict.fromkeys(("HVD_ADPSGD_DEADLINE_S", "HVD_ADPSGD_LEAVE_DEADLINE_S"), "600")
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", **waits}
-    if not horovod_inside():  # malloc would keep, for a while, fused gradients that a thread has freed
+    if not horovod_inside():  # or malloc keeps what a thread has freed of gradients
         env["MALLOC_MMAP_THRESHOLD_"] = "65536"
     return run_learners(4, PROGRAM, env=env).checked().said
 
