@@ -27,7 +27,7 @@ from hvd_adpsgd.errors import (
     GradientOrderError,
 )
 from hvd_adpsgd.inner import horovod
-from hvd_adpsgd.launch.torch_group import has_aborted
+from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.shrinking import shrink
 from hvd_adpsgd.training.super_learner import SuperLearner
@@ -215,8 +215,11 @@ def _await_devices(self: Any, inner: SuperLearner) -> None:
     for device in {p.device for p in parameters if p.is_cuda}:
         averaged = torch.cuda.current_stream(device).record_event()
         while not averaged.query():
-            inner.has_failed()
-            inner.require_alive()
+            if (
+                inner.has_failed()
+            ):  # the operation would not end, and whatever waits for the GPU neither
+                abort_group(inner.world)
+                inner.require_alive()
             time.sleep(_LOOK_S)
     if has_aborted(inner.world):
         raise horovod.HorovodInternalError("a learner of the super learner has ended")

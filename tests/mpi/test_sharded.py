@@ -150,15 +150,18 @@ def test_refused_by_name(case: str, parts: tuple[str, ...]) -> None:
 
 def test_all_learners_of_a_super_learner_raise_if_one_part_is_not_finite() -> None:
     *others, mate, own = first()["nonfinite"]
-    assert [facts["errors"] for facts in others] == [["nothing raised"] * 2] * 2
+    for facts in others:
+        assert set(facts["errors"]) == {"nothing raised"}, facts
     assert mate["errors"] == own["errors"]
+    error = own["errors"][-1]
     for part in ("NonFiniteModelError: step 2", "learner 3", "super learner 1", "clip gradients"):
-        assert part in own["errors"][1], own
+        assert part in error, own
 
 
 def test_a_learner_that_is_killed_takes_its_super_learner_and_nobody_else() -> None:
     one, two, mate = first()["lost"]
-    assert "LearnerFailedError" in mate["error"] or "RuntimeError" in mate["error"], mate
+    of_torch = ("RuntimeError", "DistBackendError")
+    assert any(name in mate["error"] for name in ("LearnerFailedError", *of_torch)), mate
     assert one["failed"] == two["failed"] == [2, 3]
 
 
