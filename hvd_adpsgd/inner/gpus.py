@@ -16,7 +16,7 @@ __all__ = ["abort_nccl", "cuda_backend"]
 log = logging.getLogger("hvd_adpsgd")
 
 
-def cuda_backend(rank: int, size: int, store: dist.Store) -> str:
+def cuda_backend(rank: int, size: int, store: dist.Store, used: int | None = None) -> str:
     """Return "nccl"; "gloo", through the host, if learners share a GPU; "" if no learner has a GPU.
 
     NCCL refuses two learners on one GPU. The learners of the super learner call this together.
@@ -25,12 +25,18 @@ def cuda_backend(rank: int, size: int, store: dist.Store) -> str:
         rank: this learner's rank in the super learner.
         size: number of learners of the super learner.
         store: a store of the super learner, for nothing else.
+        used: number of the GPU that this learner trains on, if that is known.
+
+    Raises:
+        RuntimeError: on all learners, if some train on the same GPU although there is one for each.
     """
     host = os.environ.get("NCCL_HOSTID", "")  # GPUs of two such hosts are two for NCCL
-    mine = [_uuid(number) for number in range(torch.cuda.device_count())]
-    store.set(str(rank), json.dumps([f"{host}/{uuid}" for uuid in mine]))
-    found = {gpu for other in range(size) for gpu in json.loads(store.get(str(other)))}
+    mine = [f"{host}/{_uuid(number)}" for number in range(torch.cuda.device_count())]
+    store.set(str(rank), json.dumps([mine, None if used is None else mine[used]]))
+    told = [json.loads(store.get(str(other))) for other in range(size)]
+    found = {gpu for gpus, _ in told for gpu in gpus}
     if len(found) >= size:
+        _require_different([gpu for _, gpu in told])
         return "nccl"
     if found and rank == 0:
         log.info(
@@ -40,6 +46,17 @@ def cuda_backend(rank: int, size: int, store: dist.Store) -> str:
             len(found),
         )
     return "gloo" if found else ""
+
+
+def _require_different(used: list[str | None]) -> None:
+    """Raise RuntimeError if two learners use the same GPU; `used`: by inner rank."""
+    for rank, gpu in enumerate(used):
+        if gpu is not None and (first := used.index(gpu)) != rank:
+            raise RuntimeError(
+                f"learners {first} and {rank} of the super learner train on the same GPU "
+                f"({gpu.lstrip('/')}), and there is one for each of the {len(used)} learners. Call "
+                "torch.cuda.set_device(hvd.local_rank()) after hvd.init(), before the model is made."
+            )
 
 
 def abort_nccl(group: Any) -> None:

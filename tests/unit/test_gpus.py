@@ -29,6 +29,20 @@ def test_nccl_where_each_learner_can_have_a_gpu(mine, mate, host, expected, monk
     monkeypatch.setattr(gpus, "_uuid", lambda number: mine[number])
     monkeypatch.setenv("NCCL_HOSTID", host)
     store = dist.HashStore()
-    store.set("1", json.dumps(mate))
+    store.set("1", json.dumps([mate, None]))
     assert gpus.cuda_backend(0, 2, store) == expected
     assert ("2 learners of a super learner share 1 GPUs" in caplog.text) == (expected == "gloo")
+
+
+@pytest.mark.parametrize(("used", "others"), [(0, "b"), (1, "a"), (0, "a")])
+def test_learners_that_forget_to_choose_their_gpu(used, others, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "_uuid", lambda number: "ab"[number])
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    store = dist.HashStore()
+    store.set("1", json.dumps([["/a", "/b"], f"/{others}"]))
+    if "ab"[used] != others:
+        assert gpus.cuda_backend(0, 2, store, used) == "nccl"
+        return
+    with pytest.raises(RuntimeError, match=r"learners 0 and 1 .* same GPU \(a\).*set_device"):
+        gpus.cuda_backend(0, 2, store, used)

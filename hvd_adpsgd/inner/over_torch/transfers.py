@@ -63,14 +63,15 @@ class Transfers:
         self._interrupted = False
         self._streams: dict[torch.device, Any] = {}
         if size > 1:
-            self._group("cpu")
+            self._group(torch.device("cpu"))
 
-    def _group(self, kind: str) -> Any:
-        """Return the process group for tensors on devices of this kind; all learners make it together."""
+    def _group(self, device: torch.device) -> Any:
+        """Return the process group for tensors on such devices; all learners make it together."""
+        kind = device.type
         if kind not in self._groups:
             store = dist.PrefixStore(kind, self._store)
             if kind == "cuda":
-                group = self._over_gpus(store)
+                group = self._over_gpus(store, device)
             else:
                 gloo: Any = dist.ProcessGroupGloo
                 options = gloo._Options()
@@ -80,10 +81,10 @@ class Transfers:
             self._groups[kind] = group
         return self._groups[kind]
 
-    def _over_gpus(self, store: dist.Store) -> Any:
+    def _over_gpus(self, store: dist.Store, device: torch.device) -> Any:
         gpus = dist.PrefixStore("gpus", store)
-        if cuda_backend(self._rank, self._size, gpus) == "gloo":
-            return self._group("cpu")
+        if cuda_backend(self._rank, self._size, gpus, device.index) == "gloo":
+            return self._group(torch.device("cpu"))
         nccl: Any = dist.ProcessGroupNCCL
         return nccl(store, self._rank, self._size)
 
@@ -185,7 +186,7 @@ class Transfers:
         if self._size > 1 and flat.numel():
             options = dist.AllreduceOptions()
             options.reduceOp = _REDUCE[op]
-            self._group(flat.device.type).allreduce([flat], options).wait()
+            self._group(flat.device).allreduce([flat], options).wait()
         _scale(flat, after / self._size if op == Average else after)
         if together:
             parts = flat.split([tensor.numel() for tensor in tensors])
@@ -222,7 +223,7 @@ class Transfers:
         padded = mine.new_zeros(longest)
         padded[: mine.numel()] = mine
         found = [torch.empty_like(padded) for _ in lengths]
-        self._group(tensor.device.type).allgather([found], [padded]).wait()
+        self._group(tensor.device).allgather([found], [padded]).wait()
         return [each[:n] for each, n in zip(found, lengths, strict=True)]
 
     def _allgather(self, decision: Decision, pending: Pending) -> list[torch.Tensor]:
@@ -242,7 +243,7 @@ class Transfers:
         for tensor in pending.tensors:
             data = bytes_of(tensor)
             if self._size > 1 and data.numel():
-                self._group(tensor.device.type).broadcast([data], options).wait()
+                self._group(tensor.device).broadcast([data], options).wait()
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
         return list(pending.tensors)
