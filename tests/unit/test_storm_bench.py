@@ -277,6 +277,19 @@ def test_a_jump_is_the_largest_rise():
     assert report.jump([(0.0, 3.0)]) is None
 
 
+def test_the_share_of_the_time_in_admit():
+    """Two slots of 100 s, one of which is in hvd.admit for 7 s and for 3 s; what was before does not count."""
+    lines = _learner(0, 90, every(1, 101, 200))
+    spent = {100.5: 4.0, 110.0: 11.0, 150.0: 14.0}
+    for line in lines:
+        if line["event"] == "step":
+            known = [seconds for t, seconds in spent.items() if t <= line["t"]]
+            line["admit_s"] = max(known, default=0.0)
+    lines.insert(2, {**lines[2], "t": 99.0, "admit_s": 4.0})
+    run = report.Run(_driver(), [lines, _learner(1, 90, every(1, 101, 200))], 2)
+    assert report.summary(run, False)["in_admit"] == pytest.approx(10 / 200)
+
+
 def test_a_storm_beside_a_calm_run():
     calm = report.summary(
         report.Run(_driver(), [_learner(i, 90, every(1, 101, 200)) for i in (0, 1)], 2), False
@@ -362,3 +375,7 @@ def test_the_prediction_of_a_short_storm():
     assert 0.85 < found["steps_kept"] < 1.1
     assert found["steps_kept_off"] == found["steps_kept"] / 0.5 - 1
     assert found["participation_off"] == found["participation"] / 2 - 1
+    measured["in_admit"] = 0.25
+    less = predict.predicted(argparse.Namespace(**options), settings, faults, measured)
+    for name in ("steps_kept", "participation"):
+        assert less[name] == pytest.approx(0.75 * found[name])

@@ -31,6 +31,7 @@ class Step:
         exchanges: exchanges (torchft: syncs; horovod: steps) of this learner since the step before.
         sent: bytes sent since the step before.
         sync, participants: number of a sync that this step has committed, and of its replicas; else None.
+        admit_s: seconds in hvd.admit since the step before.
     """
 
     t: float
@@ -39,6 +40,7 @@ class Step:
     sent: int
     sync: int | None = None
     participants: int | None = None
+    admit_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -175,15 +177,16 @@ def _life(lines: Sequence[dict[str, Any]]) -> Life:
 def _steps(lines: Iterable[dict[str, Any]]) -> Iterator[Step]:
     """Yield steps; counts begin at 0 again when a super learner joins, with new engines."""
     exchanges = sent = 0
+    admit_s = 0.0
     for line in lines:
-        told, bytes_ = line["exchanges"], line.get("sent", 0)
+        told, bytes_, admits_s = line["exchanges"], line.get("sent", 0), line.get("admit_s", 0.0)
         yield Step(
             line["t"], line["n"],
             told - exchanges if told >= exchanges else told,
             bytes_ - sent if bytes_ >= sent else bytes_,
-            line.get("sync"), line.get("participants"),
+            line.get("sync"), line.get("participants"), admits_s - admit_s,
         )  # fmt: skip
-        exchanges, sent = told, bytes_
+        exchanges, sent, admit_s = told, bytes_, admits_s
 
 
 # ---- numbers ------------------------------------------------------------------------------------
@@ -204,6 +207,7 @@ def summary(run: Run, is_redone: bool) -> dict[str, Any]:
         "steps_per_living_s": kept / living_s,
         "exchanges_per_living_s": sum(step.exchanges for step in made) / living_s,
         "participation": _participation(run),
+        "in_admit": sum(step.admit_s for step in made) / living_s,
         **_replacements(run),
         "redone_steps": len(made) - kept,
         "hangs": sum(hangs(run, slot) for slot in slots),

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -69,6 +70,7 @@ class Adpsgd(Scheme):
     def start(self) -> None:
         self.hvd = importlib.import_module("hvd_adpsgd.torch")
         self.hvd.init()
+        self._admit_s = 0.0
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         names = model.named_parameters()
@@ -82,11 +84,14 @@ class Adpsgd(Scheme):
 
     def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         if steps % self.settings["admit_every"] == 0:
+            began = time.monotonic()
             self.hvd.admit(model, optimizer, state=steps, blocking=False)
+            self._admit_s += time.monotonic() - began
 
     def shown(self) -> dict[str, Any]:
         found = self.hvd.metrics()
-        return {"exchanges": found["exchanges"], "sent": found["bytes_sent"]}
+        counts = {"exchanges": found["exchanges"], "sent": found["bytes_sent"]}
+        return {**counts, "admit_s": round(self._admit_s, 4)}
 
     def close(self) -> None:
         self.hvd.shutdown()
