@@ -278,7 +278,7 @@ def test_a_jump_is_the_largest_rise():
 
 
 def test_the_share_of_the_time_in_admit():
-    """Two slots of 100 s, one of which is in hvd.admit for 7 s and for 3 s; what was before does not count."""
+    """Of two slots of 100 s one is in hvd.admit for 7 s and for 3 s; what was before does not count."""
     lines = _learner(0, 90, every(1, 101, 200))
     spent = {100.5: 4.0, 110.0: 11.0, 150.0: 14.0}
     for line in lines:
