@@ -19,7 +19,6 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 
 __all__ = ["AdpsgdStrategy"]
-
 _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
 
@@ -44,8 +43,7 @@ class AdpsgdStrategy(ParallelStrategy):
             backward_passes_per_step is Trainer's accumulate_grad_batches. Errors are those of hvd.init().
     """
 
-    strategy_name = "hadpsgd"
-    is_distributed = True  # each learner gets its own part of the data
+    strategy_name, is_distributed = "hadpsgd", True  # each learner gets its own part of the data
     distributed_sampler_kwargs = property(
         lambda _: {"num_replicas": hvd.size(), "rank": hvd.rank()}
     )
@@ -67,6 +65,8 @@ class AdpsgdStrategy(ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None:
             raise ConfigError("Trainer(sync_batchnorm=True): put hvd.SyncBatchNorm in the model.")
+        if any(hasattr(p, "device_mesh") for p in self.lightning_module.parameters()):
+            raise ConfigError("fully_shard: a checkpoint would be one part. Train without Trainer.")
         # with Lightning's handler of SIGTERM a super learner would fail; with that of hvd.init() it leaves
         trainer._signal_connector.register_signal_handlers = lambda: None
         for metric in self.lightning_module.modules():

@@ -43,7 +43,11 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
     address = address_inside(world)
     seconds = _longest_s(world)
     if is_fallback() and world.rank == 0:
-        log.info("Horovod is not installed: torch.distributed averages gradients in super learners")
+        log.warning(
+            "Horovod is not installed: torch.distributed averages gradients in super learners. Set %s=torch "
+            "to leave this line out.",
+            VARIABLE,
+        )
     if os.environ.get("HOROVOD_TIMELINE") and world.rank == 0:
         log.warning(
             "HOROVOD_TIMELINE is set, and no file is written: torch.distributed averages gradients in super "

@@ -35,14 +35,15 @@ def run(folder: Path, *parts: str, size: int = 2, launcher: str = "mpirun") -> R
 
 def test_trainer_and_accelerate(tmp_path: Path) -> None:
     """One launch: both scripts of the page, then what they do not show."""
-    parts = ("page_trainer", "best_and_resume", "first_step", "page_accelerate", "operations")
-    learners = run(tmp_path, *parts).checked().by_rank()
+    of_trainer = ("page_trainer", "best_and_resume", "stopped", "first_step")
+    learners = run(tmp_path, *of_trainer, "page_accelerate", "operations").checked().by_rank()
     assert len(learners) == 4
     check_page(learners)
     for facts in learners:
         check_best_and_resume(facts)
         check_first_step(facts)
         check_operations(facts)
+        assert facts["stopped_at"] == facts["stopped_after"] == 4  # the second of three epochs
     check_held_together([facts["clipped"] for facts in learners])
 
 

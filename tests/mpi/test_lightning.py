@@ -136,6 +136,14 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, k: int) -> None
     assert saved(tmp_path) == ALL_SAVED
 
 
+def test_early_stopping_and_a_sharded_module(tmp_path: Path) -> None:
+    learners = case(tmp_path, "stopped").checked().by_rank()
+    for facts in learners:
+        assert facts["epochs"] == 3 and facts["steps"] == 3 * 8, facts
+        assert "fully_shard" in facts["refused"] and "without Trainer" in facts["refused"], facts
+    assert saved(tmp_path) == ALL_SAVED - {"epoch=3.ckpt"}
+
+
 @pytest.mark.extended
 def test_uneven_numbers_of_batches(tmp_path: Path) -> None:
     """Learner i has 4 + 2 i batches: super learners differ, and learners of each, which call hvd.join()."""

@@ -18,7 +18,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import find_batch_size
 from learner import say
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
@@ -206,7 +213,7 @@ class First:
 
 
 def trained(folder, **more):
-    rows, resume = made(23), more.pop("resume", None)
+    rows, resume, callbacks = made(23), more.pop("resume", None), more.pop("callbacks", [])
     set_seed(7)
     args = arguments(
         output_dir=folder, num_train_epochs=3, learning_rate=1e-2, eval_strategy="epoch",
@@ -215,7 +222,7 @@ def trained(folder, **more):
     collator, watch = Collator(), Watch()
     trainer = AdpsgdTrainer(
         model=tiny(), args=args, train_dataset=rows, eval_dataset=rows[:5], data_collator=collator,
-        compute_metrics=First(), callbacks=[watch],
+        compute_metrics=First(), callbacks=[watch, *callbacks],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return trainer, watch
@@ -237,6 +244,14 @@ def best_and_resume():
         remainder=len(watch.models),
     )  # fmt: skip
     resume("best", first)
+
+
+def stopped():
+    """The first evaluation is the best one, so the second ends the training."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "early"}
+    callbacks = [EarlyStoppingCallback(early_stopping_patience=1)]
+    trainer, watch = trained("stopped", greater_is_better=True, callbacks=callbacks, **best)
+    tell(stopped_at=trainer.state.global_step, stopped_after=len(watch.models))
 
 
 def resume(folder="best", checkpoint=None):

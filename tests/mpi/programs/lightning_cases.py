@@ -8,13 +8,18 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed.fsdp
 from learner import digest, same_inside, say
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 
 import hvd_adpsgd.integrations.lightning  # registers "hadpsgd"
 import hvd_adpsgd.torch as hvd
-from hvd_adpsgd.errors import LearnerFailedError
+from hvd_adpsgd.errors import ConfigError, LearnerFailedError
 
 AdpsgdStrategy = hvd_adpsgd.integrations.lightning.AdpsgdStrategy
 SAVED = Path(sys.argv[2])
@@ -101,6 +106,14 @@ class Uneven(Net):
         hvd.join()
 
 
+class Sharded(Net):
+    """With fully_shard in the hook in which Lightning's own strategies expect it."""
+
+    def configure_model(self) -> None:
+        hvd.super_learner_group()
+        torch.distributed.fsdp.fully_shard(self)
+
+
 def fit(model: Net, ckpt_path: Any = None, batches: int | None = None, **arguments: Any) -> Any:
     arguments.setdefault("callbacks", []).append(
         ModelCheckpoint(SAVED, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
@@ -165,6 +178,19 @@ def resumed() -> None:
     say(**told(model, trainer), counted=trainer.global_step, begins=begins)
 
 
+def stopped() -> None:
+    """No epoch is that much better than the first one, so the third ends the training; then a refusal."""
+    hvd.init()
+    model = Net()
+    trainer = fit(model, callbacks=[EarlyStopping("val_loss", min_delta=100.0, patience=2)])
+    refused = ""
+    try:
+        fit(Sharded())
+    except ConfigError as error:
+        refused = str(error)
+    say(**told(model, trainer), refused=refused)
+
+
 def strategies() -> None:
     """Each with another number of passes in its second epoch."""
     for averaging in (
@@ -189,4 +215,4 @@ def strategies() -> None:
 torch.set_num_threads(1)
 os.chdir(SAVED)
 {"killed": fails, "raises": fails, "preempted": fails, "manual": manual, "uneven": uneven,
- "resumed": resumed, "strategies": strategies}[sys.argv[1]]()  # fmt: skip
+ "resumed": resumed, "strategies": strategies, "stopped": stopped}[sys.argv[1]]()  # fmt: skip
