@@ -57,7 +57,11 @@ STRATEGIES = (
 # faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
 _RARE = ("suspect", "join", "break", "link", "share")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-_OLDER, _OLD = 1000, 2000  # seeds below have the scenarios that earlier versions drew
+_OLDEST, _OLDER, _OLD = (
+    1000,
+    2000,
+    3000,
+)  # seeds below have the scenarios that earlier versions drew
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
@@ -469,16 +473,18 @@ def _with_connections(s: Scenario, c: Chance) -> Scenario:
 
 
 def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
-    """Set options that came later, in some scenarios of seeds from _OLDER on; others stay as they were."""
-    if s.seed < _OLDER:
+    """Set options that came later, in some scenarios of seeds from _OLDEST on; others stay as they were."""
+    if s.seed < _OLDEST:
         return s
     if c.happens(0.2):
         s = dataclasses.replace(s, rare_period=c.choose((2, 4, 8)))
     if c.happens(0.2):
         s = dataclasses.replace(s, prefer=c.choose((0.5, 0.95)))
     gossips = rounds_of(s.strategy, s.size)[0] is None and not s.max_staleness
-    if s.seed >= _OLD and s.share < 1 and gossips and c.happens(0.5):
+    if s.seed >= _OLDER and s.share < 1 and gossips and c.happens(0.5):
         s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
+    if s.seed >= _OLD and c.happens(0.2):
+        s = dataclasses.replace(s, wire=c.choose(("int8", "int4")))
     return s
 
 

@@ -28,6 +28,14 @@ def test_seeds_of_the_campaign_copy_seldom() -> None:
     assert all(Scenario.random(seed).copy_every == 1 for seed in range(0, 2000, 7))
 
 
+def test_seeds_of_the_campaign_have_few_bits() -> None:
+    drawn = [Scenario.random(seed) for seed in range(3000, 3400)]
+    few = [s for s in drawn if s.wire.startswith("int")]
+    assert {s.wire for s in few} == {"int8", "int4"}
+    assert any(not s.hosts for s in few), "all on one host, where messages have all bits"
+    assert not any(Scenario.random(seed).wire.startswith("int") for seed in range(0, 3000, 7))
+
+
 def test_a_failing_scenario_is_first_tried_with_whole_copies() -> None:
     drawn = replace(Scenario.random(3), copy_every=8)
     assert any(s.copy_every == 1 for s in shrink._plainer(drawn))

@@ -330,6 +330,7 @@ def until(fact: Callable[[], bool]) -> None:
 JOBS: dict[str, Callable[[], None]] = {
     "shared": lambda: Job("random_pairs").run(),
     "sent": lambda: Job("random_ring", shared=False).run(),
+    "few bits": lambda: Job("random_pairs", shared=False, wire_dtype="int8").run(),
     "node": lambda: Job("random_pairs", follows=True).run(),
     "grows": lambda: Job("random_pairs", grows=True).run(),
     # steps leave out chunks, and copy those that the next exchange moves

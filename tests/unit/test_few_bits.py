@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
@@ -75,6 +77,40 @@ def test_the_mean_is_kept_and_the_models_meet(n: int, dtype: str, bits: int) -> 
         tolerance = 1e-15 if dtype == "float64" else 1e-6
         np.testing.assert_allclose((a.state() + b.state()) / 2, mean, rtol=0, atol=8 * tolerance)
     assert rms(a.state() - b.state()) < 0.01 * far + 1e-7
+
+
+@given(
+    n=st.integers(1, 700),
+    bits=st.sampled_from(BITS),
+    dtype=st.sampled_from(["float32", "float64"]),
+    scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6]),
+    seed=st.integers(0, 2**32 - 1),
+    acts=st.lists(st.sampled_from(["ask a", "ask b", "apply a", "apply b", "move a", "move b"])),
+)
+def test_the_sum_moves_by_local_updates_only(
+    n: int, bits: int, dtype: str, scale: float, seed: int, acts: list[str]
+) -> None:
+    """Whatever the distance of the models, also if it grows between exchanges until numbers wrap."""
+    rng = np.random.default_rng(seed)
+    sides = dict(zip("ab", pair(n, dtype, scale, seed), strict=True))
+    expected = sum(side.state() for side in sides.values())
+    largest = np.abs(expected).max()
+    for what, name in map(str.split, acts):
+        side, other = sides[name], sides["ba"["ab".index(name)]]
+        if what == "ask":
+            exchange(side, other, bits, weight=rng.choice([0.25, 0.5]))
+        elif what == "apply":
+            side.apply()
+        else:
+            update = (scale * 10.0 ** rng.integers(-3, 3) * rng.standard_normal(n)).astype(dtype)
+            before = side.model.astype(np.float64)
+            side.model += update
+            expected = expected + (side.model - before)
+            side.apply()
+        largest = max(largest, *(np.abs(s.state()).max() for s in sides.values()))
+    tolerance = (1e-15 if dtype == "float64" else 5e-7) * (len(acts) + 1)
+    found = sum(side.state() for side in sides.values())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * largest)
 
 
 @pytest.mark.parametrize("bits", BITS)
