@@ -37,7 +37,8 @@ import signal, sys
 from hvd_adpsgd.simulation.ledger import BrokenPromise
 from hvd_adpsgd.simulation.scenario import Scenario, run
 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-for seed in range(int(sys.argv[1])):
+first = int(sys.argv[3])
+for seed in range(first, first + int(sys.argv[1])):
     print(seed, flush=True)
     signal.alarm(int(sys.argv[2]))
     try:
@@ -63,12 +64,13 @@ for number, job in enumerate(IN_BRIEF):
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: in `file`, `old` (found once) becomes `new`."""
+    """A fault: in `file`, `old` (found once) becomes `new`. `first`: the first seed that can reach it."""
 
     name: str
     file: str
     old: str
     new: str
+    first: int = 0
 
 
 MUTANTS = (
@@ -482,6 +484,52 @@ MUTANTS = (
         "    if what >> 32 != s.connection or not s.is_open:\n",
         "    if not s.is_open:\n",
     ),
+    Mutant(
+        "an answer in few bits is merged with the sign of the other side",
+        "store.pyx",
+        "merge_answer(c, bits, -weight, answer, nbytes)",
+        "merge_answer(c, bits, weight, answer, nbytes)",
+        3000,
+    ),
+    Mutant(
+        "an answer in few bits is merged although the chunk is void",
+        "lanes.pyx",
+        "    elif nbytes != 0 and not lane.void:\n",
+        "    elif nbytes != 0:\n",
+        3000,
+    ),
+    Mutant(
+        "a correction waits for the turn of its chunk",
+        "store.pyx",
+        "        counts = corrected or c.step < 0 or has_turn(r, chunk, r.checked)\n",
+        "        counts = c.step < 0 or has_turn(r, chunk, r.checked)\n",
+        2000,
+    ),
+    Mutant(
+        "each window begins where the last one did",
+        "windows.pyx",
+        "p.position + (window if p.windows % cycle else 2 * window)",
+        "p.position",
+    ),
+    Mutant(
+        "the same part of the rare chunks moves in each round",
+        "windows.pyx",
+        "        at += place // layout.turn % layout.period * (layout.turn - layout.frequent)\n",
+        "        at += 0\n",
+        1000,
+    ),
+    Mutant(
+        "a peer is asked while an exchange with it is under way",
+        "partners.pyx",
+        "            and find(e, peer) == NULL and has_room(e, peer))",
+        "            and has_room(e, peer))",
+    ),
+    Mutant(
+        "a peer is asked after it has left",
+        "partners.pyx",
+        "peer != e.wire.rank and e.membership.states[peer] == ALIVE\n",
+        "peer != e.wire.rank\n",
+    ),
 )
 
 
@@ -521,10 +569,11 @@ def applied(mutant: Mutant, source: str) -> str:
     return source.replace(mutant.old, mutant.new)
 
 
-def seeds_until_found(copy: Path, seeds: int) -> tuple[int | None, str]:
+def seeds_until_found(copy: Path, seeds: int, first: int = 0) -> tuple[int | None, str]:
     """How many seeds it takes, None if they do not suffice; and what is found. 0 seeds: explorations."""
+    numbers = map(str, (seeds, SECONDS_PER_SEED, first))
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER if seeds else EXPLORER, str(seeds), str(SECONDS_PER_SEED)],
+        [sys.executable, "-c", RUNNER if seeds else EXPLORER, *numbers],
         env={"PYTHONPATH": str(copy), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         cwd=copy,
         capture_output=True,
@@ -567,7 +616,7 @@ def main() -> int:
             source = path.read_text()
             path.write_text(applied(mutant, source))
             build(copy)
-            count, what = seeds_until_found(copy, seeds)
+            count, what = seeds_until_found(copy, seeds, mutant.first)
             path.write_text(source)
             print(
                 f"| {mutant.name} | {count or ('no' if args.explored else f'not in {seeds}')} | {what} |",
