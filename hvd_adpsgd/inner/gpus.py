@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["abort_nccl", "cuda_backend"]
+__all__ = ["abort_nccl", "cuda_backend", "nccl_of"]
 
 log = logging.getLogger("hvd_adpsgd")
+
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def cuda_backend(rank: int, size: int, store: dist.Store, used: int | None = None) -> str:
@@ -28,7 +30,8 @@ def cuda_backend(rank: int, size: int, store: dist.Store, used: int | None = Non
         used: number of the GPU that this learner trains on, if that is known.
 
     Raises:
-        RuntimeError: on all learners, if some train on the same GPU although there is one for each.
+        RuntimeError: on all learners, if some train on the same GPU although there is one for each; if torch
+            is set to train on after it has ended an operation.
     """
     host = os.environ.get("NCCL_HOSTID", "")  # GPUs of two such hosts are two for NCCL
     mine = [f"{host}/{_uuid(number)}" for number in range(torch.cuda.device_count())]
@@ -37,10 +40,11 @@ def cuda_backend(rank: int, size: int, store: dist.Store, used: int | None = Non
     found = {gpu for gpus, _ in told for gpu in gpus}
     if len(found) >= size:
         _require_different([gpu for _, gpu in told])
+        _require_no_silent_abort()
         return "nccl"
     if found and rank == 0:
         log.info(
-            "%d learners of a super learner share %d GPUs: gradients pass through the host, by Gloo. "
+            "%d learners of a super learner share %d GPU(s): gradients pass through the host, by Gloo. "
             "NCCL needs a GPU for each learner",
             size,
             len(found),
@@ -59,17 +63,35 @@ def _require_different(used: list[str | None]) -> None:
             )
 
 
-def abort_nccl(group: Any) -> None:
-    """End the operations of a NCCL process group, unfinished; return at once. None, and Gloo's, are left.
-
-    NCCL's kernels wait for a learner that has ended, and with them what is queued behind them, until torch
-    ends the process.
-    """
+def nccl_of(group: Any) -> Any:
+    """Return a process group's backend for CUDA tensors, if it is NCCL; else None."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
-    if nccl is not None and isinstance(group, nccl):
-        # in a thread: it waits for communicators that are being made
-        threading.Thread(target=group.abort, name="hvd_adpsgd.inner.abort", daemon=True).start()
+    if nccl is None:
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it has none for CUDA tensors
+        return None
+    return backend if isinstance(backend, nccl) else None
+
+
+def abort_nccl(nccl: Any) -> None:
+    """End the operations of a NCCL backend, unfinished; return at once.
+
+    Its kernels wait for a learner that has ended, and with them what is queued behind them, until torch ends
+    the process.
+    """
+    # in a thread: it waits for communicators that are being made
+    threading.Thread(target=nccl.abort, name="hvd_adpsgd.inner.abort", daemon=True).start()
 
 
 def _uuid(gpu: int) -> str:
     return str(torch.cuda.get_device_properties(gpu).uuid)
+
+
+def _require_no_silent_abort() -> None:
+    if os.environ.get(_ERRORS) == "2":
+        raise RuntimeError(
+            f"{_ERRORS}=2: torch would end an operation that takes too long, and train on with part of a "
+            "sum. Unset it."
+        )

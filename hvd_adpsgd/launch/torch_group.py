@@ -7,9 +7,9 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
@@ -20,10 +20,12 @@ from hvd_adpsgd.engine.interfaces import (
     interface_of,
     network_name,
 )
-from hvd_adpsgd.inner.gpus import abort_nccl
+from hvd_adpsgd.errors import LaunchError
+from hvd_adpsgd.inner.gpus import abort_nccl, nccl_of
 from hvd_adpsgd.inner.torch_group import group_of, store_of
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 
 __all__ = [
@@ -36,12 +38,28 @@ __all__ = [
     "super_learner_group",
 ]
 
-_LONGEST_S = 5.0  # for an aborted group to end
+_LONGEST_S = 5.0  # for torch's default group to end
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
-_groups: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
-_aborted: weakref.WeakSet[World] = weakref.WeakSet()
-_default: Any = None  # torch's default group, if this library has made it
+
+@dataclass
+class _Made:
+    """A super learner's group.
+
+    Attributes:
+        group: torch's process group.
+        nccl: its backend for CUDA tensors, if that is NCCL.
+        aborted: whether operations of `nccl` were ended, unfinished.
+    """
+
+    group: Any
+    nccl: Any
+    aborted: bool = False
+
+
+# by the super learner's membership, which outlives the World of a learner when others join the job
+_made: weakref.WeakKeyDictionary[Membership, _Made] = weakref.WeakKeyDictionary()
+_default: _Made | None = None  # that of torch's default group, if this library has made it
 
 
 def address_inside(world: World) -> str:
@@ -63,19 +81,21 @@ def super_learner_group(world: World) -> Any:
     shutdown() destroys that.
     """
     global _default
-    if world not in _groups:
-        _destroy()  # that of a super learner which has been merged with the others
+    made = _made.get(world.membership)
+    if made is None:
+        _end_default()  # that of a super learner which has been merged with the others
         is_ours = not dist.is_initialized()
         gather = functools.partial(allgather_object, world.inner)
         address = address_inside(world)
         with closed_in_children(), _on_interface(interface_of(address)):
             rank, size = world.inner.Get_rank(), world.inner.Get_size()
             store = store_of(rank, address, gather)
-            _groups[world] = group_of(rank, size, store, gather)
+            group = group_of(rank, size, store, gather)
+        made = _made[world.membership] = _Made(group, nccl_of(group))
         if is_ours:
-            _default = dist.group.WORLD
-            world.teardown.at_shutdown(_destroy)
-    return _groups[world]
+            _default = made
+            world.teardown.at_shutdown(_end_default)
+    return made.group
 
 
 @contextlib.contextmanager
@@ -91,46 +111,66 @@ def _on_interface(name: str) -> Iterator[None]:
         del os.environ[_INTERFACE]
 
 
-def _destroy() -> None:
-    """Destroy torch's default group if this library has made it."""
+def _end_default() -> None:
+    """End torch's default group if this library has made it. It takes twice _LONGEST_S at most.
+
+    NCCL waits as it ends for operations that a failed learner has not entered.
+    """
     global _default
-    if _default is not None and dist.is_initialized() and dist.group.WORLD is _default:
-        if _aborted:  # NCCL's destructor waits for the learner that has ended
-            finishes_within(dist.distributed_c10d._abort_process_group, _LONGEST_S)
-        else:
-            dist.destroy_process_group()
-    _default = None
+    made, _default = _default, None
+    if made is None or not dist.is_initialized() or dist.group.WORLD is not made.group:
+        return
+    if made.aborted or not finishes_within(dist.destroy_process_group, _LONGEST_S):
+        finishes_within(dist.distributed_c10d._abort_process_group, _LONGEST_S)
 
 
 def abort_group(world: World) -> None:
-    """End unfinished operations of the group on GPUs, as a learner has ended; `has_aborted` says so first."""
-    group = _groups.get(world)
-    if group is not None and "nccl" in dist.get_backend_config(group):
-        _aborted.add(world)
-        abort_nccl(group._get_backend(torch.device("cuda")))
+    """End unfinished operations of the group on GPUs, as a learner has failed. Idempotent; returns at once.
+
+    That is recorded first (`has_aborted`): an aborted operation leaves part of a sum, and whoever waits for
+    the GPU is woken.
+    """
+    made = _made.get(world.membership)
+    if made is not None and made.nccl is not None and not made.aborted:
+        made.aborted = True
+        abort_nccl(made.nccl)
 
 
 def has_aborted(world: World) -> bool:
     """Whether operations of the group may have left unfinished results on GPUs."""
-    return world in _aborted
+    made = _made.get(world.membership)
+    return made is not None and made.aborted
 
 
 def forget_group(world: World) -> None:
-    """Let `super_learner_group` make another group: the super learner trains on with fewer learners."""
-    if _groups.pop(world, None) is not None:
-        _destroy()
-    _aborted.discard(world)
+    """Let `super_learner_group` make another group: the super learner trains on with fewer learners.
+
+    Raises:
+        LaunchError: if torch's default group, made by this library, does not end.
+    """
+    made = _made.pop(world.membership, None)
+    if made is None or made is not _default:
+        return
+    _end_default()
+    if dist.is_initialized():
+        raise LaunchError(
+            f"super learner {world.super_rank}: torch's process group did not end in {2 * _LONGEST_S:g} s "
+            "after a learner had failed. Start the job again."
+        )
 
 
 def is_inside(world: World, group: Any) -> bool:
     """Whether a process group has the learners of this super learner."""
-    return group is _groups.get(world) or are_inside(world, dist.get_process_group_ranks(group))
+    made = _made.get(world.membership)
+    return (made is not None and group is made.group) or are_inside(
+        world, dist.get_process_group_ranks(group)
+    )
 
 
 def are_inside(world: World, ranks: Sequence[int]) -> bool:
     """Whether these ranks of torch.distributed are the learners of this super learner, each once."""
-    own = _groups.get(world)
-    if own is not None and sorted(ranks) == sorted(dist.get_process_group_ranks(own)):
+    made = _made.get(world.membership)
+    if made is not None and sorted(ranks) == sorted(dist.get_process_group_ranks(made.group)):
         return True
     same_numbers = dist.get_world_size() == world.size and dist.get_rank() == world.rank
     return same_numbers and tuple(sorted(ranks)) == world.groups[world.super_rank]

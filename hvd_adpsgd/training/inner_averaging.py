@@ -55,7 +55,7 @@ __all__ = [
 
 # in the first steps, and then in each of so many, learners compare gradients that the script averages
 _COMPARED_FIRST, _COMPARED_EVERY = 4, 64
-_LOOK_S = 2e-5  # between two looks at whether a GPU has averaged gradients
+_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two looks at whether a GPU has averaged gradients
 
 
 def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
@@ -208,21 +208,20 @@ def _await_devices(self: Any, inner: SuperLearner) -> None:
     """Wait until GPUs have averaged the gradients: NCCL's operations end there, later than on the host.
 
     Raises:
-        HorovodInternalError: if a learner of the super learner has ended meanwhile. Gradients may be those
+        HorovodInternalError: if a learner of the super learner has failed meanwhile. Gradients may be those
             of an unfinished operation then.
     """
     parameters = (p for group in self.param_groups for p in group["params"])
     for device in {p.device for p in parameters if p.is_cuda}:
-        averaged = torch.cuda.current_stream(device).record_event()
+        averaged, pause = torch.cuda.current_stream(device).record_event(), _SHORTEST_S
         while not averaged.query():
-            if (
-                inner.has_failed()
-            ):  # the operation would not end, and whatever waits for the GPU neither
+            if inner.has_failed():  # the operation would not end, nor what waits for the GPU
                 abort_group(inner.world)
                 inner.require_alive()
-            time.sleep(_LOOK_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_S)
     if has_aborted(inner.world):
-        raise horovod.HorovodInternalError("a learner of the super learner has ended")
+        raise horovod.HorovodInternalError("a learner has ended, or an operation has failed")
 
 
 def _meet_for_step(self: Any) -> None:
@@ -239,12 +238,13 @@ def _meet_for_step(self: Any) -> None:
     if averaging.owes_nonfinite:
         inner.mates.refuses()
     averaging.before_gradient(0, 0)  # publishes corrections
+    if averaging.world.inner_size > 1:
+        with inner.reducing():
+            _await_devices(self, inner)
     if compares:
         inner.replacements.step(number, gradients_of(self))
     with averaging.reducing(len(self._allreduce_delay), are_averaged=inner.has_failed):
         inner.require_alive()
-        if averaging.world.inner_size > 1:
-            _await_devices(self, inner)
     self._synchronized = False
     averaging.require_finite_shards()
     if compares and inner.replacements.differ(number):

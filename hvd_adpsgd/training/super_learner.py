@@ -18,6 +18,7 @@ from hvd_adpsgd.errors import (
     WorldError,
 )
 from hvd_adpsgd.inner.horovod import HorovodInternalError
+from hvd_adpsgd.launch.torch_group import abort_group
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
@@ -238,6 +239,7 @@ def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
         "this super learner leaves, and the others train on without it. Start the job again from a "
         "checkpoint to have it back."
     )
+    abort_group(world)  # else this process would wait for its GPU as it ends
     world.membership.fail(world.groups[world.super_rank])
     world.collectives.leave(message)
     return horovods(LearnerFailedError)(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections import defaultdict
 from typing import Any
@@ -153,9 +154,12 @@ def test_all_learners_of_a_super_learner_raise_if_one_part_is_not_finite() -> No
     for facts in others:
         assert set(facts["errors"]) == {"nothing raised"}, facts
     assert mate["errors"] == own["errors"]
-    error = own["errors"][-1]
-    for part in ("NonFiniteModelError: step 2", "learner 3", "super learner 1", "clip gradients"):
-        assert part in error, own
+    # a GPU tells one step later, when the other part may be NaN, too
+    begins = (
+        rf"NonFiniteModelError: step {len(own['errors'])}: .* learner (2, )?3 of super learner 1"
+    )
+    assert re.match(begins, own["errors"][-1]), own
+    assert "clip gradients" in own["errors"][-1]
 
 
 def test_a_learner_that_is_killed_takes_its_super_learner_and_nobody_else() -> None:

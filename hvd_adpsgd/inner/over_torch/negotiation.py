@@ -213,7 +213,7 @@ class Negotiation:
     def _end_without(self, rank: int, why: str) -> None:
         self._failed = True
         self._end(why, decided_too=True)
-        self._transfers.interrupt()
+        self._transfers.abort()
         self._interrupt()
 
     def _end(self, why: str, decided_too: bool) -> None:

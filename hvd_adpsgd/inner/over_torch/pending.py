@@ -32,7 +32,6 @@ class Pending:
         self.submitted = [
             torch.cuda.current_stream(device).record_event() for device in self._devices()
         ]
-        self.executed: list[Any] = []  # CUDA events after which the result may be read
         self.own: list[Any] = []  # `own` of all learners' announcements, once the operation has run
 
     def _devices(self) -> set[torch.device]:
@@ -63,9 +62,6 @@ class Pending:
         self._over.wait()
         if self._error is not None:
             raise HorovodInternalError(str(self._error)) from self._error
-        for stream in map(torch.cuda.current_stream, self._devices()):
-            for event in self.executed:
-                stream.wait_event(event)
         for tensor in self.result if isinstance(self.result, list) else [self.result]:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

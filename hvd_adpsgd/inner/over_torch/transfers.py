@@ -42,7 +42,7 @@ Work = tuple[Decision, Pending | None]
 
 
 class Transfers:
-    """The process groups of one learner in its super learner. Used by one thread.
+    """The process groups of one learner in its super learner. Used by one thread, but for abort().
 
     Args:
         rank: this learner's rank in the super learner.
@@ -60,7 +60,8 @@ class Transfers:
         self._timeout = timedelta(seconds=seconds)
         self.join_device = -1
         self._groups: dict[str, Any] = {}
-        self._interrupted = False
+        self._nccl: Any = None
+        self._aborted = False
         self._streams: dict[torch.device, Any] = {}
         if size > 1:
             self._group(torch.device("cpu"))
@@ -79,6 +80,8 @@ class Transfers:
                 options._devices = [gloo.create_device(hostname=self._address)]
                 group = gloo(store, self._rank, self._size, options)
             self._groups[kind] = group
+            if self._aborted:  # abort() may not have seen this group
+                raise RuntimeError("a learner has ended, or an operation has failed")
         return self._groups[kind]
 
     def _over_gpus(self, store: dist.Store, device: torch.device) -> Any:
@@ -86,12 +89,14 @@ class Transfers:
         if cuda_backend(self._rank, self._size, gpus, device.index) == "gloo":
             return self._group(torch.device("cpu"))
         nccl: Any = dist.ProcessGroupNCCL
-        return nccl(store, self._rank, self._size)
+        self._nccl = nccl(store, self._rank, self._size)
+        return self._nccl
 
-    def interrupt(self) -> None:
-        """End operations on GPUs, which do not notice that a learner has ended; nothing runs any more."""
-        self._interrupted = True
-        abort_nccl(self._groups.get("cuda"))
+    def abort(self) -> None:
+        """End operations on GPUs, which do not notice that a learner has ended. On any thread."""
+        self._aborted = True
+        if self._nccl is not None:
+            abort_nccl(self._nccl)
 
     def run(self, batch: Sequence[Work]) -> str:
         """Run decided operations in their order; neighbouring reductions that fit are fused.
@@ -118,8 +123,8 @@ class Transfers:
     def _in_order(self, pendings: Sequence[Pending]) -> Iterator[None]:
         """Context manager of operations on GPUs: after what the script had submitted, on a stream apart.
 
-        It ends when the GPUs have run them, or raises RuntimeError if they were interrupted: NCCL leaves
-        part of a sum then.
+        It ends when the GPUs have run them, or raises RuntimeError if they were aborted: NCCL leaves part of
+        a sum then.
         """
         devices = {t.device for pending in pendings for t in pending.tensors if t.is_cuda}
         with contextlib.ExitStack() as stack:
@@ -129,13 +134,12 @@ class Transfers:
                     stream.wait_event(event)
                 stack.enter_context(torch.cuda.stream(stream))
             yield
-            done = [self._streams[device].record_event() for device in devices]
-            for pending in pendings:
-                pending.executed = done
-            for event in done:
-                event.synchronize()
-            if done and self._interrupted:
-                raise RuntimeError("a learner has ended in an operation")
+            for device in devices:
+                ended = torch.cuda.Event(blocking=True)  # the wait leaves the core to others
+                self._streams[device].record_event(ended)
+                ended.synchronize()
+            if devices and self._aborted:
+                raise RuntimeError("a learner has ended, or an operation has failed")
 
     def _run(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
         """Run one operation, or fused reductions; return the results of this learner's."""

