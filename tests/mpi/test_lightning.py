@@ -136,6 +136,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, k: int) -> None
     assert saved(tmp_path) == ALL_SAVED
 
 
+@pytest.mark.extended
 def test_early_stopping_and_a_sharded_module(tmp_path: Path) -> None:
     learners = case(tmp_path, "stopped").checked().by_rank()
     for facts in learners:
