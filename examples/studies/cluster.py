@@ -47,6 +47,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--models", nargs="+", default=list(network.MODELS), help="model sizes (default: all three)"
     )
+    add("--exchanges", nargs="+", choices=surface.SCHEMES, default=list(surface.SCHEMES),
+        help="what exchanges send, of the surface (default: all)")  # fmt: skip
     add("--no-curves", action="store_true", help="measure speeds only, no held-out loss")
     add("--recall", action="store_true", help="measure nothing, print tables of finished runs")
     add("--out", type=Path, default=Path("out/cluster"))
@@ -119,7 +121,7 @@ def measure_surface(options: argparse.Namespace) -> dict[str, Any]:
     if missing and not options.recall:
         raise Problem(f"--parts surface: {missing}; --parts stragglers does not need it")
     links = within_part(options.links, surface.LINKS)
-    cells = surface.cells(links, options.models, surface.SCHEMES)
+    cells = surface.cells(links, options.models, options.exchanges)
     repetitions = options.repetitions or 1
     with hosts.Hosts(start=not options.recall) as both:
         told = [surface.job(both, cell, repetitions) for cell in cells]

@@ -139,7 +139,12 @@ def draw(result: Mapping[Cell, dict[str, Any]], path: Path) -> None:
     models = [model for model in network.MODELS if any(cell[1] == model for cell in result)]
     plt = picture.pyplot()
     figure, axes = plt.subplots(
-        1, max(1, len(models)), figsize=(10, 4.2), squeeze=False, sharey=True, layout="constrained"
+        1,
+        max(1, len(models)),
+        figsize=(8 + len(models), 4.2),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     for axis, model in zip(axes[0], models, strict=False):
         _panel(axis, {cell: one for cell, one in result.items() if cell[1] == model}, model)
@@ -154,6 +159,8 @@ def _panel(axis: Any, result: Mapping[Cell, dict[str, Any]], model: str) -> None
     for scheme, style in zip(SCHEMES, picture.LINES, strict=False):
         links = [link for link in LINKS if (link, model, scheme) in result]
         colour, line, marker = style
+        if not links:
+            continue
         axis.plot(
             [LINKS[link] for link in links], [result[link, model, scheme]["kept"] for link in links],
             color=colour, linestyle=line, marker=marker, markersize=5, label=f"H-ADPSGD, {scheme}",
