@@ -375,7 +375,3 @@ def test_the_prediction_of_a_short_storm():
     assert 0.85 < found["steps_kept"] < 1.1
     assert found["steps_kept_off"] == found["steps_kept"] / 0.5 - 1
     assert found["participation_off"] == found["participation"] / 2 - 1
-    measured["in_admit"] = 0.25
-    less = predict.predicted(argparse.Namespace(**options), settings, faults, measured)
-    for name in ("steps_kept", "participation"):
-        assert less[name] == pytest.approx(0.75 * found[name])

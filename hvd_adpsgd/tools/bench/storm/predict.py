@@ -1,8 +1,5 @@
 """Plays a schedule in virtual time: the same model, engines and faults, with simulated time and network.
 
-A simulated join takes no time. The share of their time that the measured learners were in hvd.admit, in which
-they meet whoever joins, is taken off the simulated steps and exchanges.
-
 Super learners of a simulation have processes with numbers of their own, and a fault names one of the first n.
 A fault of a slot whose first learner is dead therefore strikes another one of the first n that trains: with
 random pairs all are alike. When none of them is left, the fault is left out, and counted.
@@ -42,8 +39,8 @@ def predicted(
         args: options of `bench storm`.
         settings: of a learner, see driver.perform.
         faults: what was played.
-        measured: the report of hadpsgd; None: there is none. Its step without faults, the time that a
-            replacement needs to start, and the time in hvd.admit are those of the simulation.
+        measured: the report of hadpsgd; None: there is none. Its step without faults, and the time that a
+            replacement needs to start, are those of the simulation.
     """
     measured = measured or {}
     speed = measured.get("calm_steps_per_living_s")
@@ -54,9 +51,6 @@ def predicted(
     storm = _train(args, task, step_s, struck, asks_s)
     calm = _train(args, task, step_s, [], None)
     found = _numbers(storm, calm, _living_s(storm) - _lost_s(struck, 60 * args.minutes))
-    in_admit = measured.get("in_admit") or 0.0
-    for name in ("steps_kept", "participation"):
-        found[name] *= 1 - in_admit
     found |= {"left_out": left_out, "step_s": step_s, "kill_to_request_s": asks_s}
     for name in ("steps_kept", "participation"):
         if measured.get(name):
