@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hvd_adpsgd import __main__ as commands
 from hvd_adpsgd.errors import ConfigError
@@ -140,6 +141,16 @@ def test_absorb() -> None:
     assert result["threads"] == 2
     for ratio in ("one_to_copy", "several_to_copy", "several_to_one"):
         assert 0 < result[f"{ratio}_min"] <= result[ratio] <= result[f"{ratio}_max"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that torch can use")
+def test_step_on_a_gpu_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hvd_adpsgd", "bench", "step", "--gpu"])
+    assert commands.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench: --gpu: torch ") and "Leave the option out" in error
 
 
 @pytest.mark.extended

@@ -354,6 +354,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark `args.kind`, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
     try:
         require_at_least(_LEAST | _LEAST_OF.get(args.kind, {}), vars(args))
+        if vars(args).get("gpu"):
+            _require_gpu()
         return _run(args)
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -386,6 +388,16 @@ def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> No
                 f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}. "
                 "Pass a finite number in that range."
             )
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"--gpu: torch {torch.__version__} finds no GPU on this host. Leave the option out, or install a "
+            "torch that has CUDA, and the driver."
+        )
 
 
 def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
