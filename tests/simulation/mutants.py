@@ -492,31 +492,11 @@ MUTANTS = (
         3000,
     ),
     Mutant(
-        "an answer in few bits is merged although the chunk is void",
-        "lanes.pyx",
-        "    elif nbytes != 0 and not lane.void:\n",
-        "    elif nbytes != 0:\n",
-        3000,
-    ),
-    Mutant(
         "a correction waits for the turn of its chunk",
         "store.pyx",
         "        counts = corrected or c.step < 0 or has_turn(r, chunk, r.checked)\n",
         "        counts = c.step < 0 or has_turn(r, chunk, r.checked)\n",
         2000,
-    ),
-    Mutant(
-        "each window begins where the last one did",
-        "windows.pyx",
-        "p.position + (window if p.windows % cycle else 2 * window)",
-        "p.position",
-    ),
-    Mutant(
-        "the same part of the rare chunks moves in each round",
-        "windows.pyx",
-        "        at += place // layout.turn % layout.period * (layout.turn - layout.frequent)\n",
-        "        at += 0\n",
-        1000,
     ),
     Mutant(
         "a peer is asked while an exchange with it is under way",
