@@ -82,7 +82,7 @@ def super_learner_group(world: World) -> Any:
     """
     global _default
     made = _made.get(world.membership)
-    if made is None:
+    if made is None or not _is_known(made.group):  # the script may have destroyed it
         _end_default()  # that of a super learner which has been merged with the others
         is_ours = not dist.is_initialized()
         gather = functools.partial(allgather_object, world.inner)
@@ -96,6 +96,11 @@ def super_learner_group(world: World) -> Any:
             _default = made
             world.teardown.at_shutdown(_end_default)
     return made.group
+
+
+def _is_known(group: Any) -> bool:
+    """Whether torch knows the group, which destroy_process_group() ends."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 @contextlib.contextmanager

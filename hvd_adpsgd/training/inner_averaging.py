@@ -128,9 +128,14 @@ def register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def drop_hooks(wrapped: Any) -> None:
-    """Drop the gradient hooks, by dropping the only references to their autograd nodes."""
+    """Drop the gradient hooks, by dropping the references to their autograd nodes.
+
+    A loss that the script still holds keeps the nodes, with these hooks, and backward() of another graph uses
+    them again: the hooks count down to their all-reduce, which never comes.
+    """
     with contextlib.suppress(ReferenceError):  # the optimizer and its hooks are freed already
         wrapped._grad_accs.clear()
+        wrapped._allreduce_delay = dict.fromkeys(wrapped._allreduce_delay, sys.maxsize)
 
 
 def _average_after_backward(self: Any) -> None:

@@ -286,3 +286,28 @@ def test_a_pause_that_one_learner_could_not_enter_is_an_error_of_all() -> None:
     other = ["CollectiveMismatchError"]
     mine = ["ModelMismatchError", "CollectiveMismatchError"]
     assert [facts["told"] for facts in told] == [other, mine, other, other]
+
+
+def test_a_kept_loss_does_not_hold_the_hooks_of_a_former_optimizer() -> None:
+    """It keeps the autograd nodes that they are on, which the next backward() uses again."""
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+
+        hvd.init()
+        torch.manual_seed(hvd.super_rank())
+        model = torch.nn.Linear(5, 2)
+        for phase in range(2):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = model(torch.randn(4, 5)).square().mean()
+                loss.backward()
+                optimizer.step()
+        mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+        node = hvd.allgather(mine[None], process_set=hvd.super_learner)
+        say(rank=hvd.rank(), same=bool((node == node[0]).all()))
+    """
+    result = run_learners(4, program, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked()
+    assert [facts["same"] for facts in result.by_rank()] == [True] * 4

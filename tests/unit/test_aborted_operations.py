@@ -157,3 +157,24 @@ def test_the_default_group_ends_in_bounded_time(aborted, made, monkeypatch):
     torch_group.forget_group(world)  # type: ignore[arg-type]
     assert called == (["abort"] if aborted else ["destroy", "abort"])
     assert torch_group._default is None and world.membership not in torch_group._made
+
+
+def test_a_group_that_the_script_has_destroyed_is_made_anew(made, monkeypatch):
+    world, _ = made
+    group, new = torch_group._made[world.membership].group, object()
+    known = [group]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d._world, "pg_map", known, raising=False)
+    for name, value in {
+        "address_inside": lambda world: "127.0.0.1",
+        "interface_of": lambda address: "",
+        "store_of": lambda *how: None,
+        "group_of": lambda *how: new,
+        "nccl_of": lambda group: None,
+    }.items():
+        monkeypatch.setattr(torch_group, name, value)
+    inner = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
+    its: Any = SimpleNamespace(membership=world.membership, inner=inner)
+    assert torch_group.super_learner_group(its) is group
+    known.clear()
+    assert torch_group.super_learner_group(its) is new

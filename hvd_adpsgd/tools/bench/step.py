@@ -219,8 +219,9 @@ def _median(blocks: list[list[dict[str, float]]], key: str) -> float:
 
 
 def _mean(block: list[dict[str, float]], key: str) -> float:
-    """Return the mean over learners; over the leaders where the others have no such number."""
-    return statistics.mean(learner[key] for learner in block if not math.isnan(learner[key]))
+    """Return the mean over the learners that have such a number (some only leaders have); NaN without one."""
+    found = [learner[key] for learner in block if not math.isnan(learner[key])]
+    return statistics.mean(found) if found else math.nan
 
 
 if __name__ == "__main__":
