@@ -164,7 +164,7 @@ def test_a_group_that_the_script_has_destroyed_is_made_anew(made, monkeypatch):
     group, new = torch_group._made[world.membership].group, object()
     known = [group]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d._world, "pg_map", known, raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", known)
     for name, value in {
         "address_inside": lambda world: "127.0.0.1",
         "interface_of": lambda address: "",
