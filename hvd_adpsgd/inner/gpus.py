@@ -1,4 +1,4 @@
-"""Which of torch's backends moves CUDA tensors inside a super learner."""
+"""CUDA tensors inside a super learner: whether NCCL or Gloo moves them; how NCCL's operations are aborted."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def _end_default() -> None:
 def abort_group(world: World) -> None:
     """End unfinished operations of the group on GPUs, as a learner has failed. Idempotent; returns at once.
 
-    That is recorded first (`has_aborted`): an aborted operation leaves part of a sum, and whoever waits for
-    the GPU is woken.
+    `has_aborted` is True before they end: an aborted operation leaves part of a sum, and its end looks like
+    that of a complete one.
     """
     made = _made.get(world.membership)
     if made is not None and made.nccl is not None and not made.aborted:

@@ -18,20 +18,20 @@ pytestmark = [
 
 INNER = ["torch gloo", "torch nccl", "horovod", "horovod nccl"]
 
-ALONE_ON_GPU = """
+START = """
     import os
     if os.environ["TEST_WAY"].endswith("nccl"):
         os.environ["NCCL_HOSTID"] = str(os.getpid())
-"""
-
-PROGRAM = (
-    ALONE_ON_GPU
-    + """
     import torch
     import hvd_adpsgd.torch as hvd
 
     hvd.init()
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+"""
+
+PROGRAM = (
+    START
+    + """
     torch.manual_seed(hvd.super_rank())
     model = torch.nn.Linear(300, 100).to("cuda", getattr(torch, sys.argv[1]))
     optimizer = hvd.DistributedOptimizer(
@@ -95,14 +95,9 @@ def test_the_mean_moves_by_gradients_only(
 
 
 LOST = (
-    ALONE_ON_GPU
+    START
     + """
     import signal
-    import torch
-    import hvd_adpsgd.torch as hvd
-
-    hvd.init()
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.manual_seed(hvd.super_rank())
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4))).cuda()
     parameters = model.parameters()
@@ -136,13 +131,8 @@ LOST = (
 )
 
 BROADCAST = (
-    ALONE_ON_GPU
+    START
     + """
-    import torch
-    import hvd_adpsgd.torch as hvd
-
-    hvd.init()
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.manual_seed(hvd.rank())
     model = torch.nn.Linear(30, 10).cuda()
     named = list(model.named_parameters())

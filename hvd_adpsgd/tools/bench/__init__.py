@@ -121,7 +121,7 @@ _MEANINGS = {
     "chunk_us": "the engine's work on a chunk: snapshot and merge",
     "*.steps_kept": "steps per second of a slot that is there and not stopped / without faults",
     "*.participation": "exchanges per second of such a slot / without faults; torchft: share in a sync",
-    "*.in_admit": "share of such a slot's time in hvd.admit, where all meet whoever joins",
+    "*.in_admit": "share of such a slot's time that hvd.admit takes",
     "*.exchanges_kept": "exchanges (torchft: syncs) per second of such a slot / without faults",
     "*.kill_to_step_s": "from a kill to the replacement's first step, median",
     "*.kill_to_step_without_imports_s": "the same without the start of Python and its imports",
