@@ -1,15 +1,16 @@
 """Several hosts on one machine: namespaces on a virtual switch, with sshd and names of their own.
 
 A host is one process tree in namespaces of its own: network, host name, mounts, process ids. Its
-first process is sshd. The switch is a bridge in one more network namespace, so the machine's own
-network, /etc/hosts, ~/.ssh, /run and /dev/shm are never touched, and two clusters share nothing:
-both may call their hosts node1, node2, ... When a host's first process ends, the kernel ends all
-others of the host and removes its link.
+first process is sshd, if wanted. The switch is a bridge in one more network namespace, so the
+machine's own network, /etc/hosts, ~/.ssh, /run and /dev/shm are never touched, and two clusters
+share nothing: both may call their hosts node1, node2, ... When a host's first process ends, the
+kernel ends all others of the host and removes its link.
 
     with Cluster(2) as cluster:
         cluster.run(["horovodrun", "-np", "4", "-H", "node1:2,node2:2", "python", "x.py"])
 
-Needs root, iproute2, util-linux and sshd (Debian, Ubuntu: apt install iproute2 openssh-server).
+Needs root, iproute2, util-linux and, but for `Cluster(2, ssh=False)`, sshd (Debian, Ubuntu: apt
+install iproute2 openssh-server).
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ TOOLS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "setpriv": "util-linux",
+}
+SSH_TOOLS = {
     "sshd": "openssh-server",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
 }
 MOST = 32  # hosts
-START_S = 60.0  # for one host to answer by ssh
-COMMAND_S = 60.0  # for ip, tc, nsenter, ssh-keygen
+START_S = 60.0  # for one host to answer
+COMMAND_S = 240.0  # for ip, tc, nsenter, ssh-keygen
 END_S = 60.0  # for the kernel to end a host
 
-# The first program in a host: $1 is the cluster's folder, $2 the host's name, $3 sshd.
+# The first program in a host: $1 is the cluster's folder, $2 the host's name, $3 sshd or nothing. Without
+# sshd the shell stays, and reaps what has lost its parent.
 BOOT = """
 set -e
 echo "$2" > /proc/sys/kernel/hostname
@@ -55,10 +59,11 @@ mkdir -m 755 /run/sshd
 mkdir -m 1777 /run/tmp
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount --bind "$1/hosts" /etc/hosts
-mount --bind "$1/ssh_config" /etc/ssh/ssh_config
+if [ "$3" ]; then mount --bind "$1/ssh_config" /etc/ssh/ssh_config; fi
 if [ -e /etc/nsswitch.conf ]; then mount --bind "$1/nsswitch.conf" /etc/nsswitch.conf; fi
 if [ -d ~/.ssh ]; then mount --bind "$1/empty" ~/.ssh; fi
 ip link set lo up
+if ! [ "$3" ]; then touch /run/booted; sleep infinity & wait; fi
 exec "$3" -D -f "$1/sshd_config" -E "$1/$2.log"
 """
 SWITCH = "set -e; ip link add name switch type bridge; ip link set switch up; exec sleep infinity"
@@ -90,13 +95,13 @@ class ClusterError(Exception):
     """A cluster cannot be made, or cannot do what was asked; one line with the cure."""
 
 
-def unavailable() -> str | None:
-    """Why no cluster can be made here; None if it can."""
+def unavailable(*, ssh: bool = True) -> str | None:
+    """Why no cluster, with or without sshd, can be made here; None if it can."""
     if not sys.platform.startswith("linux"):
         return f"a cluster needs Linux, this is {sys.platform}"
     if os.geteuid() != 0:
         return f"a cluster needs root, this is user {os.geteuid()}"
-    for tool, package in TOOLS.items():
+    for tool, package in {**TOOLS, **(SSH_TOOLS if ssh else {})}.items():
         if _find(tool) is None:
             return f"a cluster needs {tool} (Debian, Ubuntu: apt install {package})"
     probe = [
@@ -119,17 +124,18 @@ class Cluster:
         n: number of hosts, 1 to 32.
         stays: whether the hosts outlive this process (the command line's `up`). Otherwise they end
             with the thread that calls `up`.
+        ssh: whether sshd runs on each host.
 
     Raises:
         ClusterError: if n is out of range.
     """
 
-    def __init__(self, n: int, *, stays: bool = False):
+    def __init__(self, n: int, *, stays: bool = False, ssh: bool = True):
         if not 1 <= n <= MOST:
             raise ClusterError(f"up: {n} hosts asked for, allowed are 1 to {MOST}.")
         self.hosts = [f"node{i + 1}" for i in range(n)]
         self.folder: Path | None = None
-        self._stays = stays
+        self._stays, self._ssh = stays, ssh
 
     def __enter__(self) -> Cluster:
         self._restore = _end_on_sigterm()
@@ -148,12 +154,12 @@ class Cluster:
     # ---- life
 
     def up(self) -> Cluster:
-        """Start the switch and all hosts; back when each answers by ssh.
+        """Start the switch and all hosts; back when each answers.
 
         Raises:
             ClusterError: if that cannot be done here; what had been made is removed.
         """
-        reason = unavailable()
+        reason = unavailable(ssh=self._ssh)
         if reason:
             raise ClusterError(f"up: {reason}.")
         try:
@@ -164,7 +170,7 @@ class Cluster:
             for number, host in enumerate(self.hosts, 1):
                 self._boot(number, host)
             for host in self.hosts:
-                _wait(lambda host=host: self._answers(host), f"{host} answers by ssh", START_S)
+                _wait(lambda host=host: self._answers(host), f"{host} answers", START_S)
         except BaseException:
             self.down()
             raise
@@ -340,11 +346,13 @@ class Cluster:
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         # no name server answers there, and each lookup of an address would wait for one
         (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
-        key = [_tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")]
-        _call(key, "up: ssh-keygen failed")
+        if self._ssh:
+            key = [_tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")]
+            _call(key, "up: ssh-keygen failed")
 
     def _boot(self, number: int, host: str) -> None:
-        program = ["sh", "-c", BOOT, "host", str(self._where()), host, _tool("sshd")]
+        sshd = _tool("sshd") if self._ssh else ""
+        program = ["sh", "-c", BOOT, "host", str(self._where()), host, sshd]
         self._start(host, program, "--net", "--uts", "--mount", "--mount-proc")
         pid = str(self._pid(host))
         pair = ["name", host, "type", "veth", "peer", "name", "eth0", "netns", pid]
@@ -415,6 +423,8 @@ class Cluster:
         if self._pid(host) is None:
             said = " ".join((self._where() / f"{host}.err").read_text().split())
             raise ClusterError(f"up: {host} did not start: {said}")
+        if not self._ssh:
+            return self._in(host, "test", "-e", "/run/booted")
         return self._in(self.hosts[0], "ssh", host, "true")
 
     def _where(self) -> Path:
@@ -473,11 +483,26 @@ def _lives(pid: int | None) -> bool:
 
 
 def _wait(condition: Callable[[], Any], what: str, seconds: float = COMMAND_S) -> None:
-    ends = time.monotonic() + seconds
+    if not comes(condition, seconds, 0.01):
+        raise ClusterError(f"not in {seconds:g} s: {what}.")
+
+
+def comes(condition: Callable[[], Any], seconds: float, pause: float) -> bool:
+    """Wait for a condition: whether it comes in time. What stops the machine counts as a second of it.
+
+    Args:
+        condition: is asked again and again.
+        seconds: to wait at most.
+        pause: between two questions, in seconds.
+    """
+    waited, last = 0.0, time.monotonic()
     while not condition():
-        if time.monotonic() > ends:
-            raise ClusterError(f"not in {seconds:g} s: {what}.")
-        time.sleep(0.01)
+        now = time.monotonic()
+        waited, last = waited + min(now - last, 1.0), now
+        if waited > seconds:
+            return False
+        time.sleep(pause)
+    return True
 
 
 def _end_group(process: subprocess.Popen[Any]) -> None:

@@ -1,6 +1,6 @@
 """Slurm on the hosts of a cluster: munged and slurmd on each, slurmctld on the last, which runs no job.
 
-    with Cluster(4) as cluster, Slurm(cluster) as slurm:
+    with Cluster(4, ssh=False) as cluster, Slurm(cluster) as slurm:
         job = slurm.sbatch(["--nodes=3", "job.sh"], cwd=folder)
         slurm.wait_state(job, "COMPLETED")
 
@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import subprocess
-import time
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,7 +27,7 @@ CPUS, GPUS = 32, 4  # of each compute host
 DOWN_S = 10  # without an answer, after which slurmctld takes a node for lost
 KILL_S = 8  # between SIGTERM and SIGKILL: more than a super learner takes to leave
 LONGEST_S = 240.0  # of a wait for what must come
-COMMAND_S = 60.0
+COMMAND_S = 600.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 
 CONF = """
@@ -58,7 +58,11 @@ GresTypes=gpu
 NodeName={nodes} CPUs={cpus} CoresPerSocket={cpus} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=usual Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime={grace_s}
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
+{limits}
 """
+# What Slurm waits for a machine that stalls.
+PATIENT = "MessageTimeout=300\nTCPTimeout=100\nBatchStartTimeout=600\n"
+PATIENT_DOWN_S = 600
 
 
 class Slurm:
@@ -67,15 +71,16 @@ class Slurm:
     Args:
         cluster: is up; its last host becomes the controller.
         grace_s: between SIGTERM and the end of a job that a job of partition `urgent` preempts.
+        patient: whether it waits minutes for a daemon that does not answer, lost nodes included.
     """
 
-    def __init__(self, cluster: Cluster, *, grace_s: int = 0):
+    def __init__(self, cluster: Cluster, *, grace_s: int = 0, patient: bool = False):
         assert cluster.folder is not None
         self.cluster, self.controller = cluster, cluster.hosts[-1]
         self.nodes = cluster.hosts[:-1]
         self.folder = cluster.folder / "slurm"
         self.env = {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        self._grace_s, self._stack = grace_s, contextlib.ExitStack()
+        self._grace_s, self._patient, self._stack = grace_s, patient, contextlib.ExitStack()
 
     def __enter__(self) -> Slurm:
         self._write_files()
@@ -108,12 +113,13 @@ class Slurm:
         self.start_slurmd(host)
 
     def _processes(self, host: str) -> list[str]:
-        """Ids, in the host, of Slurm's processes and its tasks: of all but sshd and munged."""
+        """Ids, in the host, of Slurm's processes and its tasks: of all but the first and munged."""
         listed = ["ps", "axo", "pid,args"]
         done = self.cluster.run(listed, host=host, stdout=subprocess.PIPE, text=True)
         lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[1:]]
-        spared = ("sshd", "munged", "ps axo")
-        return [pid for pid, words in lines if not any(word in words for word in spared)]
+        spared = ("sleep infinity", "munged", "ps axo")
+        ours = [pid for pid, words in lines if not any(word in words for word in spared)]
+        return [pid for pid in ours if pid != "1"]
 
     def sbatch(self, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> int:
         """Submit a job: its number."""
@@ -124,8 +130,8 @@ class Slurm:
         """Of the nodes."""
         return self.run("sinfo", "-h", "-N", "-p", "usual", "-o", "%T").split()
 
-    def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` prints."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """What `scontrol show job` prints of a job, or of an array's task such as 4711_0."""
         shown = self.run("scontrol", "show", "job", "-o", str(number))
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
@@ -137,7 +143,7 @@ class Slurm:
         """Cancel, or signal, a job."""
         self.run("scancel", *arguments)
 
-    def wait_state(self, number: int, *states: str) -> dict[str, str]:
+    def wait_state(self, number: int | str, *states: str) -> dict[str, str]:
         """Wait until a job has one of these states: what scontrol prints then."""
         self.wait_for(lambda: self.job(number)["JobState"] in states, f"job {number}: {states}",
                       lambda: str(self.job(number)))  # fmt: skip
@@ -151,10 +157,8 @@ class Slurm:
         Raises:
             AssertionError: if it does not within LONGEST_S.
         """
-        ends = time.monotonic() + LONGEST_S
-        while not condition():
-            assert time.monotonic() < ends, f"not in {LONGEST_S:g} s: {what}. {report()}"
-            time.sleep(0.2)
+        came = machines.comes(condition, LONGEST_S, 0.2)
+        assert came, f"not in {LONGEST_S:g} s: {what}. {report()}"
 
     def _start(self, host: str, name: str, *arguments: str) -> None:
         command = [machines._tool(name), *arguments]
@@ -189,14 +193,15 @@ class Slurm:
         last = len(self.nodes)
         conf = CONF.format(
             folder=self.folder, controller=self.controller, nodes=f"node[1-{last}]", cpus=CPUS,
-            gpus=GPUS, down_s=DOWN_S, kill_s=KILL_S, grace_s=self._grace_s,
+            gpus=GPUS, down_s=PATIENT_DOWN_S if self._patient else DOWN_S, kill_s=KILL_S,
+            grace_s=self._grace_s, limits=PATIENT if self._patient else "",
         )  # fmt: skip
         (self.folder / "slurm.conf").write_text(conf)
         devices = f"NodeName=node[1-{last}] Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n"
         (self.folder / "gres.conf").write_text(devices)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        for i in range(GPUS):  # slurmd wants devices: these are /dev/null
-            os.mknod(self.folder / f"gpu{i}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        for i in range(GPUS):  # slurmd wants devices
+            _make_device(self.folder / f"gpu{i}")
 
 
 def unavailable() -> str | None:
@@ -204,4 +209,19 @@ def unavailable() -> str | None:
     for tool, package in TOOLS.items():
         if machines._find(tool) is None:
             return f"Slurm needs {tool} (Debian, Ubuntu: apt install {package})"
-    return machines.unavailable()
+    return machines.unavailable(ssh=False) or _no_devices()
+
+
+def _no_devices() -> str | None:
+    """Why no device file can be made, such as in some containers; None if one can."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _make_device(Path(folder) / "gpu")
+        except OSError as error:
+            return f"Slurm needs device files for its GPUs: {error.strerror}"
+    return None
+
+
+def _make_device(file: Path) -> None:
+    """One like /dev/null."""
+    os.mknod(file, stat.S_IFCHR | 0o600, os.makedev(1, 3))
