@@ -92,8 +92,8 @@ def admit(
         blocking: the same on all learners. False: super learners may call this at different steps, and
             differ in the number of calls. They wait for each other only if a super learner is started or
             joins, and all have just answered; one that is stopped delays the join, and the others by two
-            intervals between calls and 1 s at most. Super learners that have run shutdown() are not replaced. No effect on strategies with
-            rounds, whose super learners wait for each other anyway.
+            intervals between calls and 1 s at most. Super learners that have run shutdown() are not
+            replaced. No effect on strategies with rounds, whose super learners wait for each other anyway.
 
     Returns:
         `state`; on a joining learner the `state` of the other learners.
