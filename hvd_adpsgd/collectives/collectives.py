@@ -282,6 +282,11 @@ class Collectives:
             )
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether another learner waits in the next operation, as far as this one knows."""
+        return self.messages.is_awaited()
+
+    @property
     def number(self) -> int:
         """Number of the next operation over all learners; equal on all learners between two operations."""
         return self.messages.agreement.number

@@ -1,15 +1,22 @@
 """When the learners meet in hvd.admit, if its calls do not wait for each other: a state machine.
 
-Leaders ask each other at their calls, and never wait. A leader that has a reason to meet, such as a joining
-super learner that is ready, asks all others; each answers at its next call. When all have answered, it says
-so, and meets; all others meet at their first call after they have heard that.
+Leaders ask each other at their calls. A leader that has a reason to meet, such as a joining super learner
+that is ready, asks all others; each answers at its next call. When all have answered, the leader calls them
+together, and all wait, each from its next call on. When all are in, and have answered once more, the meeting
+begins.
 
-    a leader with a reason    ASK ->    <- HERE    GO ->    meets
-    every other leader                  (at a call)         meets at its next call
+    a leader with a reason   ASK ->   <- HERE   GO ->  waits   <- IN   ASK ->  <- HERE   BEGIN ->  meets
+    every other leader                (at a call)              (at its next call)                  meets
 
-So nobody waits for a learner that is stopped, or cut off: it does not answer. A leader that has answered
-calls again within one interval of its calls, and the others wait for it until then. If the leader that asks
-fails, another one asks. A message about a meeting that is over means nothing.
+Nobody waits for long for a learner that is stopped, or cut off. One that does not answer is not waited for
+at all. One that stops after its answer is waited for in vain for two intervals between calls and a second:
+then the leader that has called calls off (OFF), and all train on. If that leader is the one that has stopped,
+the others leave by themselves (OUT). A leader that others wait for in another operation goes there, and waits
+for the meeting again from its next call on.
+
+BEGIN holds also for a leader that has just left: it meets at its next call. A meeting that was called off is
+followed by one with twice the patience, as calls may take unequally long. If the leader that asks fails,
+another one asks. A message about a meeting that is over means nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +28,24 @@ from typing import NamedTuple
 __all__ = ["Meetings", "Said", "Word"]
 
 # Seconds, and intervals between calls, for which answers hold: a leader that has been silent for longer may
-# have stopped since. After as long another leader asks, too.
+# have stopped since. After as long another leader asks, too, and a meeting is called off.
 _HOLDS_S, _HOLDS_INTERVALS = 1.0, 2.0
 
 
 class Word(IntEnum):
-    """What a leader says to others: it asks, answers, or says that all meet."""
+    """What a leader says to others.
+
+    ASK, HERE: it asks, and answers. GO, OFF: it calls all together, and calls that off. IN, OUT: it waits,
+    and waits no longer. BEGIN: all are in.
+    """
 
     ASK = 0
     HERE = 1
     GO = 2
+    IN = 3
+    OUT = 4
+    OFF = 5
+    BEGIN = 6
 
 
 class Said(NamedTuple):
@@ -41,13 +56,17 @@ class Said(NamedTuple):
             first one; equal on all learners.
         word: see Word.
         round: number of the question, of the leader that asks.
-        interval: seconds between the sender's calls: the smaller of the last two, as a stop is none.
+        seconds: between the sender's calls: the smaller of the last two, as a stop is none. Of GO: for how
+            long all wait.
     """
 
     meeting: int
     word: Word
     round: int
-    interval: float
+    seconds: float
+
+
+Messages = list[tuple[int, Said]]  # with their receivers, or senders
 
 
 class Meetings:
@@ -60,12 +79,24 @@ class Meetings:
     def __init__(self, me: int) -> None:
         self.me = me
         self._meeting = 0  # see Said
-        self._goes = False  # whether all are to meet
+        self._others: frozenset[int] = frozenset()
         self._called, self._interval, self._last = 0.0, 0.0, 0.0
         self._wanted = 0.0  # since when this leader has had a reason; 0: none
         self._heard = 0.0  # when another leader last asked
         self._round, self._asked = 0, 0.0  # of the question of this leader; 0 s: none is open
         self._answers: dict[int, tuple[float, float]] = {}  # to it, by rank: when heard, interval
+        self._patience = 1  # of the meetings that this leader calls, see `_holds`
+        self._callers: dict[int, Said] = {}  # GO of each leader that has called, this one included
+        self._told: set[int] = set()  # those that know that this one is in
+        self._in: set[int] = set()  # the leaders that are in, of those that this one has called
+        self._asks_last = False  # whether it has asked them again, as all are in
+        self._ends = 0.0  # when this leader stops waiting; 0: it does not wait
+        self._begins = False  # whether all are to meet, at once or at their next call
+
+    @property
+    def waits(self) -> bool:
+        """Whether this leader waits for the others: `waited` is to be called again and again."""
+        return self._ends > 0.0
 
     def called(
         self,
@@ -74,7 +105,7 @@ class Meetings:
         heard: Iterable[tuple[int, Said]],
         wants: bool,
         first: bool,
-    ) -> tuple[bool, list[tuple[int, Said]]]:
+    ) -> tuple[bool, Messages]:
         """Note a call of hvd.admit; return whether to meet, and the messages to send, with their receivers.
 
         Args:
@@ -88,55 +119,168 @@ class Meetings:
             self._interval = min(now - self._called, self._last or now - self._called)
             self._last = now - self._called
         self._called = now
-        said: list[tuple[int, Said]] = []
+        said = self._hear(now, others, heard)
+        self._wanted = (self._wanted or now) if wants else 0.0
+        if wants and not others:
+            self._begins = True
+        if not (self._begins or self._callers):
+            said += self._seek(now, wants, first)
+        if self._callers and not self.waits:
+            self._ends = now + max(go.seconds for go in self._callers.values())
+        return self._waited(now, said)
+
+    def waited(
+        self,
+        now: float,
+        others: Collection[int],
+        heard: Iterable[tuple[int, Said]],
+        gives_way: bool = False,
+    ) -> tuple[bool, Messages]:
+        """Go on waiting; return as `called`. This leader meets, or `waits`, or trains on.
+
+        Args:
+            now: see `called`.
+            others: see `called`.
+            heard: see `called`.
+            gives_way: whether others wait for this leader elsewhere. It then waits from its next call on.
+        """
+        meets, said = self._waited(now, self._hear(now, others, heard))
+        if gives_way and self.waits:
+            said += self._goes_out()
+        return meets, said
+
+    def met(self, meeting: int) -> None:
+        """Note the end of a meeting, as all learners do; `meeting`: see Said."""
+        self._meeting, self._begins, self._asks_last = meeting, False, False
+        self._patience = 1
+        self._asked = self._heard = self._wanted = self._ends = 0.0
+        for kept in (self._answers, self._callers, self._told, self._in):
+            kept.clear()
+
+    # ---- what others say --------------------------------------------------------------------------
+
+    def _hear(
+        self, now: float, others: Collection[int], heard: Iterable[tuple[int, Said]]
+    ) -> Messages:
+        self._others = frozenset(others)
+        said: Messages = []
         for rank, what in heard:
             if what.meeting == self._meeting:
-                said += self._hear(now, rank, what)
-        self._wanted = (self._wanted or now) if wants else 0.0
-        if self._goes or (wants and not others):
-            return True, said
+                said += self._hears(now, rank, what)
+        for rank in [rank for rank in self._callers if rank not in self._others | {self.me}]:
+            self._forget(rank)
+        return said
+
+    def _hears(self, now: float, rank: int, what: Said) -> Messages:
+        is_mine = what.round == self._round
+        if what.word == Word.ASK:
+            self._heard = now
+            return [(rank, self._says(Word.HERE, what.round))]
+        if what.word == Word.HERE and is_mine:
+            self._answers[rank] = now, what.seconds
+        elif what.word == Word.GO:
+            self._forget(rank)
+            self._callers[rank] = what
+        elif what.word == Word.OFF and rank in self._callers:
+            self._forget(rank)
+        elif what.word == Word.IN and is_mine:
+            self._in.add(rank)
+        elif what.word == Word.OUT and is_mine:
+            self._in.discard(rank)
+            self._asks_last = False
+        elif what.word == Word.BEGIN:
+            self._begins = True
+        return []
+
+    # ---- questions and answers --------------------------------------------------------------------
+
+    def _seek(self, now: float, wants: bool, first: bool) -> Messages:
+        """Ask if there is a reason; when all have answered lately, call them together."""
         if not wants:
             self._asked = 0.0
         elif not self._asked:
             if first or now - max(self._wanted, self._heard) > self._holds(0.0):
-                said += self._ask(now, others)
-        elif set(others) <= self._answers.keys():
-            old = [rank for rank in others if self._is_old(now, *self._answers[rank])]
+                return self._ask(now)
+        elif self._others <= self._answers.keys():
+            old = [rank for rank in self._others if self._is_old(now, *self._answers[rank])]
             if not old:
-                # until they have met: the meeting may give way to another operation
-                self._goes = True
-                return True, said + [(rank, self._says(Word.GO, self._round)) for rank in others]
+                return self._call()
             for rank in old:  # it may have stopped since
                 del self._answers[rank]
-                said.append((rank, self._says(Word.ASK, self._round)))
-        return False, said
-
-    def met(self, meeting: int) -> None:
-        """Note the end of a meeting, as all learners do; `meeting`: see Said."""
-        self._meeting, self._goes = meeting, False
-        self._asked = self._heard = self._wanted = 0.0
-        self._answers.clear()
-
-    def _hear(self, now: float, rank: int, what: Said) -> list[tuple[int, Said]]:
-        if what.word == Word.ASK:
-            self._heard = now
-            return [(rank, self._says(Word.HERE, what.round))]
-        if what.word == Word.HERE and what.round == self._round:
-            self._answers[rank] = now, what.interval
-        self._goes = self._goes or what.word == Word.GO
+            return [(rank, self._says(Word.ASK, self._round)) for rank in sorted(old)]
         return []
 
-    def _says(self, word: Word, number: int) -> Said:
-        return Said(self._meeting, word, number, self._interval)
-
-    def _ask(self, now: float, others: Collection[int]) -> list[tuple[int, Said]]:
+    def _ask(self, now: float) -> Messages:
         self._round += 1
         self._asked = now
         self._answers.clear()
-        return [(rank, self._says(Word.ASK, self._round)) for rank in others]
+        self._in.clear()
+        return self._to_all(self._says(Word.ASK, self._round))
+
+    def _call(self) -> Messages:
+        slowest = max(interval for _, interval in self._answers.values())
+        seconds = self._patience * self._holds(slowest)
+        self._callers[self.me] = Said(self._meeting, Word.GO, self._round, seconds)
+        return self._to_all(self._callers[self.me])
 
     def _is_old(self, now: float, heard: float, interval: float) -> bool:
         return now - heard > self._holds(interval)
 
     def _holds(self, interval: float) -> float:
         return _HOLDS_S + _HOLDS_INTERVALS * max(self._interval, interval)
+
+    # ---- waiting ----------------------------------------------------------------------------------
+
+    def _waited(self, now: float, said: Messages) -> tuple[bool, Messages]:
+        if not self._begins and self.me in self._callers and self._others <= self._in:
+            said += self._begin()
+        if self._begins:
+            self._ends = 0.0
+        elif self.waits and now > self._ends:
+            said += self._leave()
+        elif self.waits:
+            called = [rank for rank in self._callers if rank not in {*self._told, self.me}]
+            self._told.update(called)
+            said += [(rank, self._says(Word.IN, self._callers[rank].round)) for rank in called]
+            if not self._callers:  # all have called off
+                self._ends = 0.0
+        return self._begins, said
+
+    def _begin(self) -> Messages:
+        """Begin when all are in, and have answered once more: one may have stopped while it waited."""
+        if not self._asks_last:
+            self._asks_last = True
+            self._answers.clear()
+            return self._to_all(self._says(Word.ASK, self._round))
+        self._begins = self._others <= self._answers.keys()
+        return self._to_all(self._says(Word.BEGIN, self._round)) if self._begins else []
+
+    def _leave(self) -> Messages:
+        """Wait no longer, as somebody has not come."""
+        said = self._call_off() if self.me in self._callers else []
+        said += self._goes_out()
+        self._callers.clear()
+        return said
+
+    def _goes_out(self) -> Messages:
+        told = sorted(self._told)
+        self._told.clear()
+        self._ends = 0.0
+        return [(rank, self._says(Word.OUT, self._callers[rank].round)) for rank in told]
+
+    def _call_off(self) -> Messages:
+        """Call off the meeting that this leader has called; it asks again later."""
+        self._forget(self.me)
+        self._asked, self._patience, self._asks_last = 0.0, 2 * self._patience, False
+        return self._to_all(self._says(Word.OFF, self._round))
+
+    def _forget(self, rank: int) -> None:
+        """Forget that a leader has called."""
+        self._callers.pop(rank, None)
+        self._told.discard(rank)
+
+    def _says(self, word: Word, number: int) -> Said:
+        return Said(self._meeting, word, number, self._interval)
+
+    def _to_all(self, what: Said) -> Messages:
+        return [(rank, what) for rank in sorted(self._others)]

@@ -291,6 +291,12 @@ class Messages:
         heard, self._between = self._between, []
         return heard
 
+    def is_awaited(self) -> bool:
+        """Return whether another learner is known to be in the next attempt, which this one has not begun."""
+        now = self.agreement.number
+        begun = any(number == now for number, channel, _ in self._inbox if channel >= FIRST_PHASE)
+        return begun or any(number == now for number, _ in self.waiting.values())
+
     def reason(self, number: int) -> tuple[str, str, int] | None:
         """Return the error that ended attempt `number` at an operation, which comes within _PATIENCE_S."""
         self.wait(

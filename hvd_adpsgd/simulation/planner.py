@@ -403,7 +403,8 @@ def job_of(
         job.steer = Steering(c.max_overhead, c.rate, chunks, chunk_s)
     _add(job, c, models, rounds is not None and rounds.peers is not None)
     if joining is not None:
-        job.expect(functools.partial(member_plans, c.strategy), joining, most)
+        plans = functools.partial(member_plans, c.strategy)
+        job.expect(plans, joining, most, own_steps=rounds is None)
     return job
 
 

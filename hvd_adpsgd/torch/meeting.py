@@ -19,13 +19,18 @@ from hvd_adpsgd.training.presence import live
 
 __all__ = ["have_met", "meets", "waits_anyway"]
 
+_LOOK_S = 1e-2  # between two looks for what the others say
+_LOOKS = 5  # most looks in which others wait in an operation before this learner takes it for another one
+
+Heard = list[tuple[int, Said]]
+
 _meetings: Meetings | None = None
 
 
 def meets(
     world: World, doing: str, again: bool, known: Collection[int], elsewhere: Mapping[int, int]
 ) -> bool:
-    """Return whether all learners meet now, in operation `doing`; without waiting, if they do not.
+    """Return whether all learners meet now, in operation `doing`; see joining/meetings on the waits.
 
     All learners of a super learner call this together, and get the same result.
 
@@ -80,9 +85,7 @@ def _is_called(
     awaits = any(one.number == next_one for one in mine)
     failed = set(world.membership.failed_ranks())
 
-    def talk(
-        living: set[int], heard: list[tuple[int, Said]]
-    ) -> tuple[bool, list[tuple[int, Said]]]:
+    def talk(living: set[int], heard: Heard) -> tuple[bool, Heard]:
         awaited = awaits or elsewhere.get(next_one) in living
         acts = not states.isdisjoint(("ready", "failed")) or (
             "requesting" in states and not awaited
@@ -91,15 +94,37 @@ def _is_called(
         new = set() if gone <= set(known) else gone
         if not are_told():  # nobody but a replacement needs to know of failures
             new &= _startable(world, living - failed)
-        leaders = [group[0] for group in world.groups if group[0] in living - failed]
+        leaders = _leaders(world, living - failed)
         # learners that have failed with a mate cannot meet, and are waited for until they end
         ending = any(group[0] in failed and living.intersection(group) for group in world.groups)
         first = acts or again or world.rank == min(leaders, default=world.rank)
         wants = bool(acts or again or new) and not ending
-        others = [rank for rank in leaders if rank != world.rank]
+        others = leaders - {world.rank}
         return state.called(time.monotonic(), others, heard, wants, first)
 
-    return collectives.confer(doing, talk)
+    return collectives.confer(doing, talk) or _are_all_in(world, doing)
+
+
+def _are_all_in(world: World, doing: str) -> bool:
+    """Wait for the others as long as the Meetings tell; return whether the meeting begins."""
+    state, collectives = _of(world), world.collectives
+    looks = 0  # in which another learner has waited in an operation that may be this meeting
+
+    def go_on(living: set[int], heard: Heard) -> tuple[bool, Heard]:
+        nonlocal looks
+        looks += collectives.is_awaited
+        others = _leaders(world, living.difference(world.membership.failed_ranks())) - {world.rank}
+        return state.waited(time.monotonic(), others, heard, gives_way=looks > _LOOKS)
+
+    begins = False
+    while not begins and state.waits:
+        time.sleep(_LOOK_S)
+        begins = collectives.confer(doing, go_on)
+    return begins
+
+
+def _leaders(world: World, living: set[int]) -> set[int]:
+    return {group[0] for group in world.groups if group[0] in living}
 
 
 def _startable(world: World, living: set[int]) -> set[int]:

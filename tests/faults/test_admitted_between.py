@@ -54,6 +54,23 @@ def test_nobody_waits_for_a_stopped_super_learner(tmp_path: Path, of: int, launc
     assert calls[0] != calls[1]
 
 
+@pytest.mark.parametrize(
+    ("of", "launcher"),
+    [
+        (1, "mpirun"),
+        pytest.param(1, "srun", marks=pytest.mark.extended),
+        pytest.param(2, "srun", marks=pytest.mark.extended),
+    ],
+)
+def test_a_meeting_is_called_off_if_one_that_has_answered_stops(
+    tmp_path: Path, of: int, launcher: str
+) -> None:
+    """The stop ends when another super learner has made 30 steps meanwhile; then the new one is let in."""
+    result = train(tmp_path, 3 * of, "--called", of=of, launcher=launcher)
+    assert (tmp_path / "stopped").exists(), result.report()
+    require_replaced(result, 3 * of, of)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_operations_between_the_calls(tmp_path: Path, launcher: str) -> None:

@@ -690,6 +690,18 @@ def test_a_crash_given_by_hand_is_replaced_after_its_time() -> None:
     assert outcome.failed == outcome.joined == 1
 
 
+@pytest.mark.parametrize("stops_s", [2.0, 3.05])
+def test_nobody_waits_for_a_stopped_one_to_let_a_replacement_in(stops_s: float) -> None:
+    """Which asks 2.5 s after the crash: while the other one is stopped, or right before."""
+    faults = [Fault(0.5, "crash", 3), Fault(stops_s, "stop", 1, value=7.0)]
+    calm, outcome = (
+        train(task(), cluster(4, minutes=0.2, detect_s=0.1), faults=its, replace_s=2.5)
+        for its in ([], faults)
+    )
+    assert outcome.joined == 1
+    assert outcome.steps[0] > 0.9 * calm.steps[0]
+
+
 def test_a_replacement_trains_on_other_batches_than_the_one_before() -> None:
     seeds = []
 

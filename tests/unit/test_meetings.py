@@ -10,15 +10,18 @@ import pytest
 
 from hvd_adpsgd.joining.meetings import Meetings, Said, Word
 
-DELAY_S = 0.01  # longest time of a message
+DELAY_S = 0.01  # longest time of a message, and between two looks of a leader that waits
 
 
 class Job:
     """Leaders that call, exchange messages, and wait for each other in a meeting.
 
     Attributes:
+        stopped: by leader, until when it is stopped.
+        since: by leader that waits or has met, since when.
         entered: when each leader of the present meeting has entered it.
-        ended: (time, when each leader entered) of the meetings that are over.
+        ended: (time, since when each leader waited) of the meetings that are over.
+        in_vain: (leader, from, until) of each wait that was not for a meeting.
     """
 
     def __init__(self, seed: int, intervals: list[float]) -> None:
@@ -28,6 +31,8 @@ class Job:
         self.stopped: dict[int, float] = {}  # until when
         self.failed: set[int] = set()
         self.wants: set[int] = set()
+        self.since: dict[int, float] = {}
+        self.in_vain: list[tuple[int, float, float]] = []
         self.entered: dict[int, float] = {}
         self.ended: list[tuple[float, dict[int, float]]] = []
         self.now, self._order = 0.0, itertools.count()
@@ -50,26 +55,37 @@ class Job:
         self.now = until
 
     def _call(self, rank: int) -> None:
+        leader = self.leaders[rank]
         arrived = [m for m in self.inbox[rank] if m[0] <= self.now]
         self.inbox[rank] = [m for m in self.inbox[rank] if m[0] > self.now]
         others = [i for i in range(len(self.leaders)) if i != rank and i not in self.failed]
-        meets, said = self.leaders[rank].called(
-            self.now, others, [m[1:] for m in arrived], rank in self.wants, rank < min(others)
-        )
+        heard = [m[1:] for m in arrived]
+        if leader.waits:
+            meets, said = leader.waited(self.now, others, heard)
+        else:
+            is_first = rank < min(others, default=rank + 1)
+            meets, said = leader.called(self.now, others, heard, rank in self.wants, is_first)
         for to, what in said:
             at = self.now + self.chance.uniform(0, DELAY_S)
-            self.inbox[to].append((at, rank, what))
-        if not meets:
+            before = max((m[0] for m in self.inbox[to] if m[1] == rank), default=0.0)
+            self.inbox[to].append((max(at, before), rank, what))  # in order
+        if meets or leader.waits:
+            self.since.setdefault(rank, self.now)
+        elif rank in self.since:
+            self.in_vain.append((rank, self.since.pop(rank), self.now))
+        if leader.waits:
+            self._later(self.now + DELAY_S, rank)
+        elif not meets:
             self._later(self.now + self.intervals[rank] * self.chance.uniform(0.9, 1.1), rank)
-            return
-        self.entered[rank] = self.now
-        self.end_if_all_are_in()
+        else:
+            self.entered[rank] = self.now
+            self.end_if_all_are_in()
 
     def end_if_all_are_in(self) -> None:
         living = set(range(len(self.leaders))) - self.failed
         if living <= self.entered.keys():
-            self.ended.append((self.now, self.entered))
-            self.entered, self.wants = {}, set()
+            self.ended.append((self.now, self.since))
+            self.entered, self.since, self.wants = {}, {}, set()
             for rank in living:
                 self.leaders[rank].met(len(self.ended))
                 self._later(self.now + self.intervals[rank], rank)
@@ -77,6 +93,7 @@ class Job:
     def fail(self, rank: int) -> None:
         self.failed.add(rank)
         self.entered.pop(rank, None)
+        self.since.pop(rank, None)
 
 
 SPEEDS = ([1.0, 1.0, 1.0], [0.2, 1.0, 5.0, 0.3], [0.5] * 16)
@@ -88,6 +105,7 @@ def test_all_meet_soon_and_the_others_wait_for_one_interval(
     seed: int, intervals: list[float]
 ) -> None:
     job = Job(seed, intervals)
+    job.run(3 * max(intervals))  # they know their intervals
     for number in range(1, 6):
         job.run(job.now + 3.0)
         assert len(job.ended) == number - 1  # no meeting without a reason
@@ -95,9 +113,10 @@ def test_all_meet_soon_and_the_others_wait_for_one_interval(
         job.wants = {job.chance.randrange(len(intervals))}
         job.run(began + 100.0)
         assert len(job.ended) == number, seed
-        ended, entered = job.ended[-1]
+        ended, since = job.ended[-1]
         slowest = 1.1 * max(intervals)
-        assert ended - min(entered.values()) <= slowest + 2 * DELAY_S
+        assert ended - min(since.values()) <= slowest + 9 * DELAY_S
+        assert not job.in_vain
         assert ended - began <= 10 * slowest + 2.0  # also if it first waits for another one to ask
 
 
@@ -108,10 +127,56 @@ def test_nobody_waits_for_a_stopped_leader(seed: int) -> None:
     job.stopped[job.chance.randrange(4)] = 60.0
     job.wants = {0, 1, 2, 3} - job.stopped.keys()
     job.run(60.0)
-    assert not job.entered and not job.ended
+    assert not job.since and not job.ended and not job.in_vain
     job.run(80.0)
-    (_, entered), *more = job.ended
-    assert min(entered.values()) > 60.0 and not more
+    (_, since), *more = job.ended
+    assert min(since.values()) > 60.0 and not more
+
+
+@pytest.mark.parametrize("intervals", [[0.5, 1.0, 0.2, 0.7], [1.0] * 16])
+@pytest.mark.parametrize("seed", range(50))
+def test_one_that_stops_at_any_moment_is_waited_for_only_shortly(
+    seed: int, intervals: list[float]
+) -> None:
+    """Before and after its answer, whether or not it has called the others. All meet when it is back."""
+    job = Job(seed, intervals)
+    job.run(4.0)
+    asks, stops = job.chance.sample(range(len(intervals)), 2)
+    job.wants = {asks}
+    job.run(4.0 + job.chance.uniform(0.0, 3.0 * max(intervals)))
+    who = job.chance.choice([asks, stops])
+    begun = bool(job.ended or job.entered)  # then the others wait for it in the meeting
+    job.stopped[who] = job.now + 60.0
+    job.run(job.now + 60.0)
+    longest = 1.0 + 2 * 1.1 * max(intervals) + 6 * DELAY_S
+    assert begun or job.since.keys() <= {who}, seed
+    waits = [ends - since for rank, since, ends in job.in_vain if rank != who]
+    assert max(waits, default=0.0) <= longest, seed
+    job.run(job.now + 30.0 * max(intervals))
+    assert len(job.ended) == 1 and not job.since, seed
+
+
+def test_a_meeting_is_called_off_and_the_next_one_has_twice_the_patience() -> None:
+    """Leader 1 answers, and its calls then take 100 s: after some meetings in vain it comes."""
+    job = Job(0, [0.5, 0.5])
+    job.run(3.0)
+    job.wants, job.intervals[1] = {0}, 100.0
+    job.run(10_000.0)
+    assert len(job.ended) == 1
+    waits = [ends - since for rank, since, ends in job.in_vain if rank == 0]
+    assert waits == sorted(waits) and waits[0] < 5.0, waits
+
+
+def test_begin_holds_for_one_that_has_just_left() -> None:
+    leader = Meetings(1)
+    go = Said(0, Word.GO, 1, 3.0)
+    assert leader.called(1.0, [0], [(0, go)], False, False) == (
+        False, [(0, Said(0, Word.IN, 1, 0.0))]
+    )  # fmt: skip
+    assert leader.waits
+    assert leader.waited(4.1, [0], []) == (False, [(0, Said(0, Word.OUT, 1, 0.0))])
+    assert not leader.waits
+    assert leader.called(5.0, [0], [(0, Said(0, Word.BEGIN, 1, 0.0))], False, False)[0]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -126,14 +191,14 @@ def test_whoever_asks_may_fail_at_any_moment(seed: int) -> None:
     job.end_if_all_are_in()
     job.wants = {1, 2}
     job.run(30.0)
-    assert len(job.ended) == done + 1 and not job.entered, seed
+    assert len(job.ended) == done + 1 and not job.since, seed
 
 
 def test_a_late_message_of_a_meeting_that_is_over_means_nothing() -> None:
     leader = Meetings(1)
-    assert leader.called(1.0, [0], [(0, Said(0, Word.GO, 1, 0.5))], False, False)[0]
+    assert leader.called(1.0, [0], [(0, Said(0, Word.BEGIN, 1, 0.5))], False, False)[0]
     leader.met(7)
-    assert leader.called(2.0, [0], [(0, Said(0, Word.GO, 1, 0.5))], False, False) == (False, [])
+    assert leader.called(2.0, [0], [(0, Said(0, Word.BEGIN, 1, 0.5))], False, False) == (False, [])
     meets, said = leader.called(3.0, [0], [(0, Said(7, Word.ASK, 4, 0.5))], False, False)
     assert not meets and said == [(0, Said(7, Word.HERE, 4, 1.0))]
 
@@ -141,7 +206,7 @@ def test_a_late_message_of_a_meeting_that_is_over_means_nothing() -> None:
 def test_a_meeting_that_gives_way_is_made_up_for() -> None:
     """Until it has ended, each call meets again."""
     leader = Meetings(1)
-    assert leader.called(1.0, [0], [(0, Said(0, Word.GO, 1, 0.5))], False, False)[0]
+    assert leader.called(1.0, [0], [(0, Said(0, Word.BEGIN, 1, 0.5))], False, False)[0]
     assert leader.called(2.0, [0], [], False, False)[0]
 
 
@@ -159,7 +224,11 @@ def test_an_answer_is_old_when_another_one_comes_after_a_stop() -> None:
     meets, said = call(3600.0, (2, Said(0, Word.HERE, 1, 3598.0)))
     assert not meets and said == [(1, Said(0, Word.ASK, 1, 1.0))]
     meets, said = call(3601.0, (1, Said(0, Word.HERE, 1, 1.0)))
-    assert meets and {rank for rank, _ in said} == {1, 2}
+    assert not meets and leader.waits and {rank for rank, _ in said} == {1, 2}
+    _, said = leader.waited(3601.1, others, [(i, Said(0, Word.IN, 1, 1.0)) for i in others])
+    assert {rank for rank, what in said if what.word == Word.ASK} == {1, 2}
+    meets, said = leader.waited(3601.2, others, [(i, Said(0, Word.HERE, 1, 1.0)) for i in others])
+    assert meets and {rank for rank, what in said if what.word == Word.BEGIN} == {1, 2}
 
 
 def test_a_stop_is_no_interval_between_calls() -> None:
@@ -167,3 +236,21 @@ def test_a_stop_is_no_interval_between_calls() -> None:
     for now in (1.0, 2.0, 3600.0):
         _, said = leader.called(now, [1], [(1, Said(0, Word.ASK, 1, 1.0))], False, False)
     assert said == [(1, Said(0, Word.HERE, 1, 1.0))]
+
+
+def test_one_that_gives_way_comes_back_at_its_next_call() -> None:
+    """The meeting is not called off; the leader that has called waits for it again."""
+    leader, caller = Meetings(1), Meetings(0)
+    caller.called(1.0, [1], [], True, True)
+    _, [(_, go)] = caller.called(1.5, [1], [(1, Said(0, Word.HERE, 1, 1.0))], True, True)
+    assert leader.called(2.0, [0], [(0, go)], False, False)[1] == [(0, Said(0, Word.IN, 1, 0.0))]
+    out = leader.waited(2.1, [0], [], gives_way=True)[1]
+    assert out == [(0, Said(0, Word.OUT, 1, 0.0))] and not leader.waits
+    _, said = caller.waited(2.2, [1], [(1, Said(0, Word.IN, 1, 0.0)), (1, out[0][1])])
+    assert caller.waits and not said
+    _, [(_, again)] = leader.called(3.0, [0], [], False, False)
+    assert again.word == Word.IN and leader.waits
+    _, [(_, asks)] = caller.waited(3.1, [1], [(1, again)])
+    _, [(_, here)] = leader.waited(3.2, [0], [(0, asks)])
+    meets, [(_, begins)] = caller.waited(3.3, [1], [(1, here)])
+    assert meets and leader.waited(3.4, [0], [(0, begins)])[0]

@@ -10,7 +10,7 @@ from hvd_adpsgd.simulation.chance cimport between
 from hvd_adpsgd.simulation.coverage cimport phase_of
 from hvd_adpsgd.simulation.departures cimport disturbed, message_s
 from hvd_adpsgd.simulation.network cimport crash, cut_way, down_of, enter, give_up, last_arrival, report_down
-from hvd_adpsgd.simulation.newcomers cimport expect_newcomer
+from hvd_adpsgd.simulation.newcomers cimport call_off, expect_newcomer, open_next
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
 from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 
@@ -154,6 +154,7 @@ cdef void stopped(JobState job, int process):
         if job.actors[i].process == process:
             job.actors[i].stopped = True
             job.actors[i].turn_at = NEVER
+    call_off(job)
 
 
 cdef void continued(JobState job, int process):
@@ -169,6 +170,7 @@ cdef void continued(JobState job, int process):
         job.actors[who].act_missed = False
         job.again(who, 0)
     read_held(job, process)
+    open_next(job)
 
 
 cdef int crashed(JobState job, int process) except -1:

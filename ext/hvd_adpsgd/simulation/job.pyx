@@ -143,7 +143,7 @@ cdef class Job(JobState):
             self.lives = []
             show_models(self, 0, self.n)
 
-    def expect(self, plan, model=None, int most=1):
+    def expect(self, plan, model=None, int most=1, bint own_steps=False):
         """Allow more super learners to join the job, one after the other, each at a fault "join" (see `strike`).
 
         Args:
@@ -154,7 +154,10 @@ cdef class Job(JobState):
                 like those of `add`; None: a new array.
             most: number of super learners that join; the network needs room for the engines of all in each
                 admission.
+            own_steps: whether members come to an admission before their own next step, and not while one of
+                them is stopped, as with hvd.admit(blocking=False); else before the same step.
         """
+        self.own_steps = own_steps
         self.processes = self.n + most
         self.seats += [-1] * most
         self.newcomers = Newcomers(self.n, most, plan, model)

@@ -34,4 +34,5 @@ cdef class Admission:
 
 cdef void expect_newcomer(JobState job, int number)
 cdef void open_next(JobState job)
+cdef void call_off(JobState job)
 cdef bint is_in_stage(member, stage)

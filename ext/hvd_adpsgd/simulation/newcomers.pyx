@@ -60,12 +60,28 @@ cdef void open_next(JobState job):
     """Begin the admission of the newcomer that has waited longest, unless one is under way."""
     cdef Newcomers them = job.newcomers
     cdef Admission m = job.admission
-    while them is not None and them.waiting and (m.number < 0 or is_settled(job)):
+    while them is not None and them.waiting and (m.number < 0 or is_settled(job)) and can_meet(job):
         if m.number >= 0:
             if not renew(job):
                 return
             m = job.admission
         begin_admission(job, them.waiting.pop(0))
+
+
+cdef bint can_meet(JobState job):
+    """Whether members meet now; those that come before the same step meet also while one is stopped."""
+    cdef int i
+    return not job.own_steps or not any([job.actors[i].stopped and runs(job, i) for i in job.seats if i >= 0])
+
+
+cdef void call_off(JobState job):
+    """Call off the admission to come if a member has stopped before any has come; see `can_meet`."""
+    cdef Newcomers them = job.newcomers
+    cdef Admission m = job.admission
+    if them is None or m.number < 0 or can_meet(job) or any([job.actors[job.seats[p]].came for p in m.order]):
+        return
+    them.waiting.insert(0, m.number)
+    m.number = job.admits_at = -1
 
 
 cdef bint is_settled(JobState job):
@@ -171,8 +187,8 @@ cdef void add_counts(Counters* old, Counters* new):
 cdef void begin_admission(JobState job, int number):
     """Schedule the admission of a newcomer with rank `number`.
 
-    It takes place two steps after the step of the foremost member, if all living members have so many steps
-    left.
+    It takes place two steps after the step of the foremost member, or, with `own_steps`, before the next step of
+    each, if all living members have so many steps left.
     """
     cdef Admission m = job.admission
     cdef Newcomers them = job.newcomers
@@ -187,6 +203,8 @@ cdef void begin_admission(JobState job, int number):
         return
     m.number = number
     job.admits_at = at
+    for i in living:
+        job.actors[i].meets_at = job.actors[i].step + 1
 
 
 cdef bint is_in_stage(member, stage):

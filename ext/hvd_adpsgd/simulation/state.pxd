@@ -61,6 +61,7 @@ cdef struct Actor:          # an engine with its trainer
     bint pauses             # the trainer pauses averaging before its next step
     bint broken             # the super learner leaves because it has failed
     bint unfit              # the next model offered is not finite
+    int64_t meets_at        # the step before which it comes to the admission, where each has its own
     int extend_at           # step at which chunks are added; -1: none
     int64_t round_met[2]    # exchanges finished with the peers of the round when it began
     int round_peers[2]      # peers of the round; -1: none
@@ -86,6 +87,7 @@ cdef class JobState:
     cdef int processes          # one for each super learner, those that may join included
     cdef list seats             # [process]: the engine that its trainer uses; -1: none yet
     cdef int64_t admits_at      # the step before which a super learner is admitted; -1: none
+    cdef bint own_steps         # see Job.expect
     cdef object newcomers       # the super learners that may join, a Newcomers; None: none joins
     cdef object admission       # the newest Admission of one of them
     cdef int admissions         # its number, from 0 on

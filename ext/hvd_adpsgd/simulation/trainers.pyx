@@ -55,6 +55,13 @@ cdef void watch(JobState job, int i):
         job.again(i, between(&job.chance, 20e-6, 200e-6))
 
 
+cdef bint is_called(JobState job, Actor* a):
+    """Whether this is the step before which the trainer comes to an admission."""
+    if job.own_steps:
+        return job.admits_at >= 0 and a.step >= a.meets_at
+    return a.step == job.admits_at
+
+
 cdef void begin_step(JobState job, int i):
     """Begin a step: publish the corrections, then the gradient all-reduce of the super learner.
 
@@ -66,7 +73,7 @@ cdef void begin_step(JobState job, int i):
         a.pauses = False
         a.after = STEP
         begin_rest(job, i)
-    elif a.doing == STEP and a.step == job.admits_at and not a.came and not a.settling:
+    elif a.doing == STEP and is_called(job, a) and not a.came and not a.settling:
         a.doing = COME
         job.again(i, 0)
     elif a.step >= a.steps and not a.settling:

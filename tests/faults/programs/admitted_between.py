@@ -2,6 +2,7 @@
 
 The last super learner is slower. Super learner 1 stops itself after some steps: another one makes --ahead
 steps meanwhile, which ends the stop. Then super learner 2 kills itself, and a new one takes its place. With
+--called super learner 1 stops when it is called to the meeting that is to let the new one in. With
 --evaluates all average their models after every 5th call, too. When the new one has trained for some steps,
 each ends at its own step. Files in --folder record who has stopped, joined and trained.
 """
@@ -15,11 +16,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import hvd_adpsgd.torch as hvd
 import hvd_adpsgd.training.presence as presence
+from hvd_adpsgd.joining.meetings import Meetings
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 PAUSE_S, SLOW_S = 0.01, 0.05  # of a step
@@ -39,6 +42,8 @@ class Run:
 
     def train(self) -> None:
         collected = count_collections()
+        if self.args.called and self.me == 1:
+            self.stop_when_called()
         calls = self.admit(0)
         if NEW:
             self.note("joined")
@@ -69,15 +74,28 @@ class Run:
             if self.step == 20:
                 self.note("trained")
             return
-        if self.me == 1 and self.step == 20 and hvd.is_leader() and not self.args.evaluates:
+        stops_here = not (self.args.evaluates or self.args.called)
+        if self.me == 1 and self.step == 20 and hvd.is_leader() and stops_here:
             self.stop()
         if self.me == 0 and self.told("stopped") and not self.told("ahead"):
             self.longest += 1
             if self.longest == self.args.ahead:
                 self.note("ahead")
-        dies = self.step >= 30 and (self.args.evaluates or self.told("ahead"))
+        dies = self.step >= 30 and (not stops_here or self.told("ahead"))
         if self.me == 2 and dies:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop_when_called(self) -> None:
+        """Stop once when this leader is about to wait for the others in a meeting."""
+        called = Meetings.called
+
+        def called_and_stopped(*args: Any) -> Any:
+            answer = called(*args)
+            if args[0].waits and not self.told("stopped"):
+                self.stop()
+            return answer
+
+        Meetings.called = called_and_stopped
 
     def stop(self) -> None:
         """SIGSTOP, until super learner 0 has made its steps."""
@@ -118,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--ahead", type=int, default=30)
+    parser.add_argument("--called", action="store_true")
     parser.add_argument("--evaluates", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="LOG %(message)s")
