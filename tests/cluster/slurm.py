@@ -204,6 +204,13 @@ class Slurm:
             _make_device(self.folder / f"gpu{i}")
 
 
+def release() -> str:
+    """Of the Slurm that is installed here, such as slurm-wlm 22.05.8."""
+    return subprocess.run(
+        [machines._tool("slurmctld"), "-V"], capture_output=True, text=True
+    ).stdout
+
+
 def unavailable() -> str | None:
     """Why no Slurm can be started here; None if it can."""
     for tool, package in TOOLS.items():
