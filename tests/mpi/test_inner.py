@@ -242,3 +242,23 @@ def test_one_learner_with_another_backend_is_an_error_on_all() -> None:
     for facts in run_learners(2, program).by_rank():
         assert "HVD_ADPSGD_INNER differs between learners" in facts["error"]
         assert "horovod on learner 0, torch on learner 1" in facts["error"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("inner", ["horovod", "torch"])
+def test_a_script_sets_the_backend_before_the_import(inner: str) -> None:
+    """The cure that the error of another Config.inner names."""
+    program = f"""
+        import os
+        os.environ["HVD_ADPSGD_INNER"] = {inner!r}
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
+        from hvd_adpsgd.inner import horovod
+        hvd.init(config=Config(inner={inner!r}))
+        say(rank=hvd.rank(), sum=hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist(),
+            backend=horovod.allreduce.__module__)
+    """
+    for facts in run_learners(2, program, launcher="torchrun").checked().by_rank():
+        assert facts["sum"] == [2.0, 2.0]
+        assert ("over_torch" in facts["backend"]) == (inner == "torch"), facts
