@@ -180,8 +180,8 @@ class LearnerFailedError(PeerFailedError):
     """A learner of this super learner failed, so the whole super learner leaves.
 
     Raised on the remaining learners of the super learner at their next step; other super learners continue
-    without it. The model in this process is intact, except for the current step. Save what exists only in
-    this process, and exit.
+    without it, and replace it if they call hvd.admit. The model in this process is intact, except for the
+    current step. Save what exists only in this process, and exit.
     """
 
 

@@ -234,7 +234,8 @@ def _require_one_backend(everyone: Any, config: Config | None) -> None:
         if its_asked not in (None, its):
             raise ConfigError(
                 f"init(): Config.inner={its_asked} on learner {rank}, and hvd_adpsgd.torch was imported with "
-                f"{its}: set {VARIABLE}={its_asked} in the environment, which is read at the import."
+                f"{its}, whose classes and functions are bound then. Set {VARIABLE}={its_asked} in the "
+                f'environment of all learners, or os.environ["{VARIABLE}"] before the import.'
             )
         if its != loaded[0][0]:
             raise ConfigError(

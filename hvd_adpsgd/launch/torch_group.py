@@ -34,7 +34,9 @@ __all__ = [
     "are_inside",
     "forget_group",
     "has_aborted",
+    "has_ended_group",
     "is_inside",
+    "is_known",
     "super_learner_group",
 ]
 
@@ -60,6 +62,7 @@ class _Made:
 # by the super learner's membership, which outlives the World of a learner when others join the job
 _made: weakref.WeakKeyDictionary[Membership, _Made] = weakref.WeakKeyDictionary()
 _default: _Made | None = None  # that of torch's default group, if this library has made it
+_has_ended = False  # whether there was such a group, which models may still hold
 
 
 def address_inside(world: World) -> str:
@@ -82,7 +85,7 @@ def super_learner_group(world: World) -> Any:
     """
     global _default
     made = _made.get(world.membership)
-    if made is None or not _is_known(made.group):  # the script may have destroyed it
+    if made is None or not is_known(made.group):  # the script may have destroyed it
         _end_default()  # that of a super learner which has been merged with the others
         is_ours = not dist.is_initialized()
         gather = functools.partial(allgather_object, world.inner)
@@ -98,7 +101,12 @@ def super_learner_group(world: World) -> Any:
     return made.group
 
 
-def _is_known(group: Any) -> bool:
+def has_ended_group() -> bool:
+    """Whether this library has ended a default group of torch in this process."""
+    return _has_ended
+
+
+def is_known(group: Any) -> bool:
     """Whether torch knows the group, which destroy_process_group() ends."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
@@ -121,8 +129,9 @@ def _end_default() -> None:
 
     NCCL waits as it ends for operations that a failed learner has not entered.
     """
-    global _default
+    global _default, _has_ended
     made, _default = _default, None
+    _has_ended = _has_ended or made is not None
     if made is None or not dist.is_initialized() or dist.group.WORLD is not made.group:
         return
     if made.aborted or not finishes_within(dist.destroy_process_group, _LONGEST_S):

@@ -297,7 +297,9 @@ class Teardown:
             return
         others = set(self._barrier.ranks) - ended - gone - dead
         level = logging.WARNING if own == min(others | {own}) else logging.INFO
-        log.log(level, "learners %s failed while all learners were leaving.", sorted(dead))
+        log.log(
+            level, "learners %s have failed: they did not leave the job in order.", sorted(dead)
+        )
 
     def _ended_and_left(
         self, agreed: set[int], left: Callable[[], Collection[int]]

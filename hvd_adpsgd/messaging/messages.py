@@ -329,9 +329,9 @@ class Messages:
         if core.excluded:
             raise LearnerFailedError(
                 f"learner {self.place} of {self.size} was declared failed by its peers, because it was "
-                "stopped or cut off for too long, and they continue without it. Start the job again; if "
-                "learners stand still for so long, raise OMPI_MCA_mpi_ft_detector_timeout, without MPI "
-                "HVD_ADPSGD_FAILURE_TIMEOUT_S."
+                "stopped or cut off for too long, and they continue without it. Start the job again, unless "
+                "its script calls hvd.admit, which replaces it; if learners stand still for so long, raise "
+                "OMPI_MCA_mpi_ft_detector_timeout, without MPI HVD_ADPSGD_FAILURE_TIMEOUT_S."
             )
         return core.decision(number)
 

@@ -237,7 +237,7 @@ def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
     message = (
         f"{where}, learner {world.rank} of super learner {world.super_rank}: {who} of it has failed, so "
         "this super learner leaves, and the others train on without it. Start the job again from a "
-        "checkpoint to have it back."
+        "checkpoint to have it back, unless its script calls hvd.admit, which replaces it."
     )
     abort_group(world)  # else this process would wait for its GPU as it ends
     world.membership.fail(world.groups[world.super_rank])

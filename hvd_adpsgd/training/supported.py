@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
+from hvd_adpsgd.launch.torch_group import has_ended_group, is_known
 
 __all__ = ["averages_gradients", "require_models", "require_no_ddp", "require_supported"]
 
@@ -110,11 +111,21 @@ def averages_gradients(
 
     Raises:
         ModelMismatchError: for a DistributedDataParallel model over other learners than the super learner's,
-            or one whose gradients the library is asked to average, too.
+            one whose process group has ended, or one whose gradients the library is asked to average, too.
     """
-    ddp = _ddp_of(set(_parameters(optimizer)))
+    trained = set(_parameters(optimizer))
+    ddp = _ddp_of(trained)
+    if ddp is not None and not is_known(ddp.process_group):
+        gc.collect()  # the script may have dropped it
+        ddp = _ddp_of(trained)
     if ddp is None:
         return asked is not False
+    if not is_known(ddp.process_group):
+        raise ModelMismatchError(
+            "the optimizer's parameters belong to a DistributedDataParallel model whose process group has "
+            "ended, as hvd.shutdown() or destroy_process_group() does. Drop it, and put another one around "
+            "its module, with process_group=hvd.super_learner_group()."
+        )
     if asked:
         raise ModelMismatchError(
             "average_gradients=True, and the optimizer's parameters belong to a DistributedDataParallel "
@@ -142,9 +153,11 @@ def require_no_ddp(trained: set[torch.Tensor]) -> None:
 def _ddp_of(trained: set[torch.Tensor]) -> Any:
     """Return the DistributedDataParallel model that has a parameter in `trained`; None if there is none.
 
-    Looks through all objects of the process, if it has initialized torch.distributed.
+    Looks through all objects of the process, if torch.distributed is initialized, or was by this library.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not torch.distributed.is_available():
+        return None
+    if not (torch.distributed.is_initialized() or has_ended_group()):
         return None
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel) and trained & set(thing.parameters()):

@@ -86,16 +86,17 @@ def log(**scalars: Any) -> None:
 
 
 def log_to(writer: Any, every_s: float = 10.0) -> None:
-    """Send the numbers of the run to TensorBoard, Weights & Biases or MLflow: hvd.log_to(SummaryWriter()).
+    """Send the numbers of the run to a writer of TensorBoard, Weights & Biases, Trackio or MLflow.
 
     The first surviving leader sends, on a separate thread: the numbers that each super learner logs and
-    reports as hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME. Another leader
-    sends nothing until it is the first surviving one; pass a writer on every leader if the curves must
-    continue after a failure. A writer that raises is not called again, with one warning; training continues.
+    reports as hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME, by log_metrics
+    as hvd_adpsgd/NAME/mean. Another leader sends nothing until it is the first surviving one; pass a writer
+    on every leader if the curves must continue after a failure. A writer that raises is not called again,
+    with one warning; training continues.
 
     Args:
-        writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init(), mlflow with an active run, or
-            an object with their add_scalar(tag, value, step), log(numbers, step=...) or
+        writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init() or trackio.init(), mlflow with
+            an active run, or an object with their add_scalar(tag, value, step), log(numbers, step=...) or
             log_metrics(numbers, step=...). It replaces the writer of an earlier call; None: nothing more is
             sent after the return.
         every_s: least seconds between two sends; the last numbers are sent in shutdown().

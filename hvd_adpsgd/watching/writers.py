@@ -1,7 +1,8 @@
-"""hvd.log_to: sends the numbers of reports as scalars to TensorBoard, Weights & Biases or MLflow."""
+"""hvd.log_to: sends the numbers of reports as scalars to TensorBoard, Weights & Biases, Trackio or MLflow."""
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import logging
 import math
@@ -34,11 +35,12 @@ _NAMES = (
 
 
 class Scalar(NamedTuple):
-    """A point of a curve: the curve's tag, a value and the step."""
+    """A point of a curve: the curve's tag, a value and the step; whether it is a mean over super learners."""
 
     tag: str
     value: float
     step: int
+    is_mean: bool = False
 
 
 Send = Callable[[list[Scalar], int], object]
@@ -64,7 +66,7 @@ def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
             if len(known) <= EACH:
                 found.append(Scalar(f"hvd_adpsgd/{name}/{i}", value, report.step))
     for name, each in values.items():
-        found.append(Scalar(f"hvd_adpsgd/{name}", sum(each) / len(each), own.step))
+        found.append(Scalar(f"hvd_adpsgd/{name}", sum(each) / len(each), own.step, is_mean=True))
     found.append(Scalar("hvd_adpsgd/super_learners", float(len(known)), own.step))
     return found
 
@@ -88,7 +90,8 @@ class Outlet:
 
     Args:
         writer: has add_scalar(tag, value, step), as torch's SummaryWriter, or log(numbers, step=...), as a
-            run of Weights & Biases, or log_metrics(numbers, step=...), as MLflow and Lightning's loggers.
+            run of Weights & Biases and Trackio, or log_metrics(numbers, step=...), as MLflow and Lightning's
+            loggers; it is called in the context of this call, where Trackio's module finds its run.
         every_s: least seconds between two sendings.
 
     Raises:
@@ -101,6 +104,7 @@ class Outlet:
                 f"hvd.log_to(every_s={every_s!r}): allowed are seconds >= 0. Pass 10, for instance."
             )
         self._kind = type(writer).__name__
+        self._context = contextvars.copy_context()
         self._send: Send | None = _sender(writer)
         self._every_s = every_s
         self._due_s = -math.inf
@@ -138,7 +142,8 @@ class Outlet:
         with self._lock:
             try:
                 if self._send is not None:
-                    self._send(scalars(known, reports[own]), reports[own].step)
+                    found, step = scalars(known, reports[own]), reports[own].step
+                    self._context.run(self._send, found, step)
             except Exception as error:
                 self._send = None
                 log.warning(
@@ -154,17 +159,17 @@ def _sender(writer: Any) -> Send:
     """Return the function that sends scalars to this writer; raise ConfigError if it has no known method."""
     if not isinstance(writer, type):
         if _takes(getattr(writer, "add_scalar", None), "tag", 0.0, 0):
-            return lambda found, step: [writer.add_scalar(*one) for one in found]
+            return lambda found, step: [writer.add_scalar(*one[:3]) for one in found]
         if _takes(getattr(writer, "log", None), {}, step=0):
             return lambda found, step: _log(writer, found, step)
         if _takes(getattr(writer, "log_metrics", None), {}, step=0):
             run = _run_of(writer)
-            return lambda found, step: writer.log_metrics(_numbers_of(found), step=step, **run)
+            return lambda found, step: writer.log_metrics(_in_folders(found), step=step, **run)
     kind = f"the class {writer.__name__}" if isinstance(writer, type) else type(writer).__name__
     raise ConfigError(
         f"hvd.log_to({kind}): it has neither add_scalar(tag, value, step) nor log(numbers, step=...) or "
         "log_metrics(numbers, step=...). Pass a torch.utils.tensorboard.SummaryWriter(), a run that "
-        "wandb.init() returns, mlflow, or None."
+        "wandb.init() or trackio.init() returns, mlflow, or None."
     )
 
 
@@ -189,6 +194,11 @@ def _log(run: Any, found: list[Scalar], step: int) -> None:
 
 def _numbers_of(found: list[Scalar]) -> dict[str, float]:
     return {one.tag: one.value for one in found}
+
+
+def _in_folders(found: list[Scalar]) -> dict[str, float]:
+    """The numbers by tag; MLflow's file store cannot have hvd_adpsgd/loss beside hvd_adpsgd/loss/0."""
+    return {f"{one.tag}/mean" if one.is_mean else one.tag: one.value for one in found}
 
 
 def _run_of(writer: Any) -> dict[str, str]:

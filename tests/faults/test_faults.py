@@ -283,9 +283,11 @@ def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> 
 @pytest.mark.parametrize(
     ("where", "size", "line"),
     [
-        ("shutdown", 2, "learners [3] failed while all learners were leaving"),
-        ("barrier", 1, "learners [3] failed while all learners were leaving"),
-        pytest.param("barrier", 4, "learners [3] failed while all", marks=pytest.mark.extended),
+        ("shutdown", 2, "learners [3] have failed: they did not leave the job in order"),
+        ("barrier", 1, "learners [3] have failed: they did not leave the job in order"),
+        pytest.param(
+            "barrier", 4, "learners [3] have failed: they did not", marks=pytest.mark.extended
+        ),
         pytest.param("pause", 2, "barrier: learners [3] are gone", marks=pytest.mark.extended),
     ],
 )

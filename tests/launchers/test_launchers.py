@@ -110,6 +110,7 @@ def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, 
         assert facts[rank]["failed"] == sorted(gone)
     for mate in gone - {victim}:
         assert "train on without it" in facts[mate]["lost"]
+        assert "unless its script calls hvd.admit" in facts[mate]["lost"]
     assert result.stderr.count("Training continues without it") == 1, result.report()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,11 @@ def run(folder: Path, *parts: str, size: int = 2, launcher: str = "mpirun") -> R
 def test_trainer_and_accelerate(tmp_path: Path) -> None:
     """One launch: both scripts of the page, then what they do not show."""
     of_trainer = ("page_trainer", "best_and_resume", "stopped", "first_step")
-    learners = run(tmp_path, *of_trainer, "page_accelerate", "operations").checked().by_rank()
+    of_accelerate = ("page_accelerate", "page_local_sgd", "operations")
+    learners = run(tmp_path, *of_trainer, *of_accelerate).checked().by_rank()
     assert len(learners) == 4
     check_page(learners)
+    check_local_sgd(learners)
     for facts in learners:
         check_best_and_resume(facts)
         check_first_step(facts)
@@ -66,6 +69,30 @@ def check_page(learners: list[dict]) -> None:
         assert (facts["held_out"], facts["right"]) == (60, facts["expected"])
         assert facts["apart"] == 0.0
         assert facts["file"] and facts["last_state"]
+
+
+def check_local_sgd(learners: list[dict]) -> None:
+    """A script with LocalSGD whose imports change: each block of 6 batches leaves the mean."""
+    for facts in learners:
+        assert facts["imports"] == 2
+        before, after, again, last = facts["exits"]
+        assert before > 0.0 and again > 0.0
+        assert after == last == 0.0
+        assert facts["counted"] == 6
+        assert facts["accuracy_of_mean"] == learners[0]["accuracy_of_mean"] > 0.5
+        assert facts["kept"] > 0.0 and facts["unchanged"]
+        assert "accelerator=object" in facts["refused"]
+
+
+def test_the_context_has_the_shape_of_local_sgd() -> None:
+    from accelerate.local_sgd import LocalSGD
+
+    from hvd_adpsgd.integrations.local_sgd import AdpsgdLocalSGD
+
+    theirs, ours = (inspect.signature(kind).parameters for kind in (LocalSGD, AdpsgdLocalSGD))
+    assert list(ours) == list(theirs)
+    made = {name for name in vars(LocalSGD) if not name.startswith("_")}
+    assert made <= set(vars(AdpsgdLocalSGD))
 
 
 def check_best_and_resume(facts: dict) -> None:

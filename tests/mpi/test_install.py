@@ -19,16 +19,19 @@ PROGRAM = Path(__file__).with_name("programs") / "ignite_run.py"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ignite") is None, reason="no Ignite")
-def test_ignite_trains_with_its_horovod_backend() -> None:
-    result = run_learners(4, PROGRAM, env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}).checked()
+def test_ignite_trains_with_its_horovod_backend(tmp_path: Path) -> None:
+    """The script of docs/frameworks.md."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    result = run_learners(4, PROGRAM, args=[str(tmp_path)], env=env).checked()
     learners = result.by_rank()
     assert [facts["rank"] for facts in learners] == list(range(4))
     for facts in learners:
         assert facts["face"] and facts["begins_alike"], facts
         assert (facts["size"], facts["backend"]) == (4, "horovod")
-        assert len(facts["losses"]) == 3
-        assert facts["losses"] == learners[0]["losses"]
-        assert facts["weight"] == learners[0]["weight"]
+        assert facts["places"] == 1 and facts["steps"] == 3 * 480 // 40
+        assert len(facts["accuracies"]) == 3 and facts["accuracies"][-1] > 0.5
+        assert facts["accuracies"] == learners[0]["accuracies"], "not one model, or not all data"
+        assert facts["apart"] == 0.0 and facts["saved"]
 
 
 MAIN = "WorldError install(): __main__ imported"

@@ -378,7 +378,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "after_shutdown": ("NotInitializedError", ("hvd.shutdown()", "wrapped after that")),
     "synchronize_after_shutdown": ("NotInitializedError", ("hvd.shutdown()",)),
     "group_after_shutdown": ("NotInitializedError", ("hvd.shutdown()",)),
-    "inner": ("ConfigError", ("Config.inner=", "was imported with", "set HVD_ADPSGD_INNER=")),
+    "inner": (
+        "ConfigError",
+        ("Config.inner=", "was imported with", "Set HVD_ADPSGD_INNER=", "before the import"),
+    ),
     "no_timeline": ("ConfigError", ("HVD_ADPSGD_TIMELINE", "/nowhere", "Name a file")),
 }
 

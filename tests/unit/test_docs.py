@@ -38,7 +38,11 @@ def anchors(page: Path) -> set[str]:
 
 def links(page: Path) -> list[str]:
     """Targets of the relative links and pictures."""
-    found = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    return links_in(prose(page))
+
+
+def links_in(text: str) -> list[str]:
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
     return [target for target in found if "://" not in target]
 
 
@@ -77,6 +81,35 @@ def python_blocks() -> list[tuple[str, str]]:
     """(page, program) of every fenced block of Python."""
     fence = re.compile(r"(?ms)^ *```python\n(.*?)^ *```")
     return [(name(page), code) for page in PAGES for code in fence.findall(page.read_text())]
+
+
+SCRIPTS = (ROOT / "docs" / "frameworks.md").read_text().partition("## ")[0]
+
+
+def first_script(target: str) -> str:
+    """The first Python block below a heading, or of a page."""
+    path, _, anchor = target.partition("#")
+    text = (ROOT / "docs" / (path or "frameworks.md")).read_text()
+    for title in re.findall(r"(?m)^#+ (.+)$", text):
+        if anchor and re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") == anchor:
+            text = text.partition(f"# {title}\n")[2]
+    return re.findall(r"(?ms)^```python\n(.*?)^```", text)[0]
+
+
+def test_lines_that_change_in_a_script_are_counted():
+    """Each is marked `# new` or `# was: ...`, and, but in Horovod's script, each that names this library."""
+    counted = 0
+    for row in re.findall(r"(?m)^\| \[.*", SCRIPTS):
+        numbers = re.findall(r"\d+(?=,| \|)", row.rpartition(")")[2])
+        for target, number in zip(links_in(row), numbers, strict=bool(numbers)):
+            lines = first_script(target).splitlines()
+            marked = [line for line in lines if re.search(r"# (new|was: )", line)]
+            assert len(marked) == int(number), (target, marked)
+            if not target.startswith("migration.md"):
+                ours = [line for line in lines if re.search(r"hvd|Adpsgd", line.partition("#")[0])]
+                assert not [line for line in ours if line not in marked], target
+            counted += 1
+    assert counted == 9
 
 
 def test_python_blocks_call_what_is_there():

@@ -295,7 +295,9 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
         ends = list(learners.map(shut_down, range(3)))
     assert ends == [(False, not left, not left)] * 3
     said = [record.getMessage() for record in caplog.records]
-    assert said == ([] if left else ["learners [3] failed while all learners were leaving."])
+    assert said == (
+        [] if left else ["learners [3] have failed: they did not leave the job in order."]
+    )
     if not left:  # it was only stopped: it finds the others gone, and their decision
         caplog.clear()
         with caplog.at_level("WARNING", "hvd_adpsgd"):

@@ -90,6 +90,19 @@ def test_fsdp_is_refused(original: bool) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
+def test_a_ddp_model_whose_group_has_ended() -> None:
+    """As one that is kept over hvd.shutdown() and hvd.init(); the cure is to drop it."""
+    group = torch.distributed.new_group([0])
+    model = linear()
+    ddp = DistributedDataParallel(model, process_group=group)
+    torch.distributed.destroy_process_group(group)
+    with pytest.raises(ModelMismatchError, match=r"has ended.* Drop it, and put another one"):
+        averages_gradients(sgd(model), None, lambda group: True)
+    ddp = DistributedDataParallel(ddp.module)
+    assert not averages_gradients(sgd(model), None, lambda group: group is ddp.process_group)
+
+
+@pytest.mark.usefixtures("process_group")
 def test_fully_shard_needs_super_learners_of_one_size() -> None:
     model = linear()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))

@@ -30,9 +30,11 @@ from transformers import (
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
+from hvd_adpsgd.integrations.local_sgd import AdpsgdLocalSGD
 from hvd_adpsgd.integrations.transformers import AdpsgdTrainer, AdpsgdTrainingArguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "huggingface.md"
+WITH_LOCAL_SGD = Path(__file__).with_name("local_sgd_script.py")
 
 
 def tell(**facts):
@@ -90,11 +92,18 @@ class Watch(TrainerCallback):
         self.checkpoints[state.global_step] = distance(saved(folder), mean)
 
 
+def block(number):
+    return re.findall(r"(?ms)^```python\n(.*?)^```", PAGE.read_text())[number]
+
+
 def script(number):
     """A script of the page, as it stands there; a callback is added to its trainer."""
-    code = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE.read_text())[number]
+    return run(block(number), f"script {number}")
+
+
+def run(code, name):
     names = {"__name__": "__main__"}
-    exec(compile(code, f"script {number}", "exec"), names)
+    exec(compile(code, name, "exec"), names)
     return names
 
 
@@ -134,6 +143,43 @@ def page_accelerate():
             torch.allclose(v, model.state_dict()[k], atol=1e-6)
             for k, v in load_file("state1/model.safetensors").items()
         ),
+    )  # fmt: skip
+
+
+def page_local_sgd():
+    """A script with LocalSGD, whose two imports become those of the page."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    apart, leave = [], AdpsgdLocalSGD.__exit__
+
+    def measured(self, *error):
+        apart.append(hvd.consensus_distance(self.model))
+        leave(self, *error)
+        apart.append(hvd.consensus_distance(self.model))
+
+    AdpsgdLocalSGD.__exit__ = measured
+    imports = r"(?m)^from accelerate.*\n"
+    code, count = re.subn(imports, "", WITH_LOCAL_SGD.read_text())
+    names = run(block(2) + code, WITH_LOCAL_SGD.name)
+    AdpsgdLocalSGD.__exit__ = leave
+    before = flat(names["model"])
+    given = {"accelerator": names["accelerator"], "model": names["model"]}
+    unequal = names["model"].weight
+    with AdpsgdLocalSGD(**given, enabled=False):
+        unequal.data.add_(hvd.rank())
+    kept = hvd.consensus_distance(names["model"])
+    unequal.data.sub_(hvd.rank())
+    try:
+        with AdpsgdLocalSGD(**given):
+            raise KeyError
+    except KeyError:
+        pass  # nobody waits for the others
+    try:
+        AdpsgdLocalSGD(object(), names["model"])
+    except ConfigError as error:
+        refused = str(error)
+    tell(
+        exits=apart, imports=count, counted=names["local_sgd"].num_steps, kept=kept, refused=refused,
+        accuracy_of_mean=names["accuracy"], unchanged=torch.allclose(before, flat(names["model"])),
     )  # fmt: skip
 
 

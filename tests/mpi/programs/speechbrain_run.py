@@ -1,12 +1,13 @@
-"""A Brain of SpeechBrain, with gradients accumulated and clipped, validation, and a checkpoint of the mean.
+"""The Brain of docs/frameworks.md: gradients accumulated and clipped, validation, a checkpoint of the mean.
 
 Argument: a folder for the checkpoint.
 """
 
 from __future__ import annotations
 
-import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,36 +15,23 @@ from learner import say
 
 import hvd_adpsgd.torch as hvd
 
-hvd.init()
-os.environ["RANK"] = str(hvd.rank())  # SpeechBrain: rank 0 is the main process
-os.environ.pop("LOCAL_RANK", None)  # else it wraps modules in DistributedDataParallel
+PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
+names: dict[str, Any] = {"__name__": "__main__"}
+exec(re.findall(r"(?ms)^```python\n(.*?)^```", PAGE.read_text())[1], names)
+sb = names["sb"]
 
-import speechbrain as sb  # noqa: E402 (what it reads is set above)
 
-
-class Brain(sb.Brain):  # type: ignore[misc]
+class Brain(names["Brain"]):  # type: ignore[misc]
     def compute_forward(self, batch: Any, stage: Any) -> torch.Tensor:
         return self.modules.model(batch[0])
 
     def compute_objectives(self, predictions: torch.Tensor, batch: Any, stage: Any) -> torch.Tensor:
         return (predictions - batch[1]).square().mean()
 
-    def init_optimizers(self) -> None:
-        super().init_optimizers()
-        self.optimizer = self.optimizers_dict["opt_class"] = hvd.DistributedOptimizer(
-            self.optimizer,
-            named_parameters=self.modules.named_parameters(),
-            backward_passes_per_step=self.grad_accumulation_factor,
-        )
-        hvd.broadcast_parameters(self.modules.state_dict(), root_rank=0)
-        self.checkpointer.add_recoverable("optimizer", self.optimizer)
-
     def on_stage_end(self, stage: Any, stage_loss: float, epoch: int | None = None) -> None:
+        super().on_stage_end(stage, stage_loss, epoch)
         if stage == sb.Stage.VALID:
             loss = hvd.allreduce(torch.tensor(stage_loss)).item()
-            with hvd.averaged(self.modules):
-                if hvd.rank() == 0:
-                    self.checkpointer.save_and_keep_only(meta={"loss": loss}, min_keys=["loss"])
             say(case="epoch", epoch=epoch, loss=loss)
 
 
