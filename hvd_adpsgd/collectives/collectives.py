@@ -283,7 +283,7 @@ class Collectives:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another learner waits in the next operation, as far as this one knows."""
+        """Whether another learner waits in the next operation; to be read in the `talk` of `confer`."""
         return self.messages.is_awaited()
 
     @property

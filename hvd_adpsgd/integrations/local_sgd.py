@@ -54,6 +54,7 @@ class AdpsgdLocalSGD:
         return self
 
     def step(self) -> None:
+        """Count a step; the optimizer averages by itself."""
         self.num_steps += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

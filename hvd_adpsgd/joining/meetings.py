@@ -8,15 +8,16 @@ begins.
     a leader with a reason   ASK ->   <- HERE   GO ->  waits   <- IN   ASK ->  <- HERE   BEGIN ->  meets
     every other leader                (at a call)              (at its next call)                  meets
 
-Nobody waits for long for a learner that is stopped, or cut off. One that does not answer is not waited for
+Nobody waits for long for a leader that is stopped, or cut off. One that does not answer is not waited for
 at all. One that stops after its answer is waited for in vain for two intervals between calls and a second:
 then the leader that has called calls off (OFF), and all train on. If that leader is the one that has stopped,
-the others leave by themselves (OUT). A leader that others wait for in another operation goes there, and waits
-for the meeting again from its next call on.
+the others leave by themselves (OUT). After a meeting that was called off the next one has twice the patience,
+up to MOST_PATIENCE times, as calls may take unequally long. A leader that others wait for in another
+operation goes there, and waits for the meeting again from its next call on.
 
-BEGIN holds also for a leader that has just left: it meets at its next call. A meeting that was called off is
-followed by one with twice the patience, as calls may take unequally long. If the leader that asks fails,
-another one asks. A message about a meeting that is over means nothing.
+BEGIN holds also for a leader that has just left: it meets at its next call. Who stops later than its last
+HERE, or is a mate of a leader, is waited for in the meeting. If the leader that asks fails, another one asks.
+A message about a meeting that is over means nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Meetings", "Said", "Word"]
+__all__ = ["MOST_PATIENCE", "Meetings", "Messages", "Said", "Word"]
 
 # Seconds, and intervals between calls, for which answers hold: a leader that has been silent for longer may
 # have stopped since. After as long another leader asks, too, and a meeting is called off.
 _HOLDS_S, _HOLDS_INTERVALS = 1.0, 2.0
+MOST_PATIENCE = 8
 
 
 class Word(IntEnum):
@@ -85,7 +87,7 @@ class Meetings:
         self._heard = 0.0  # when another leader last asked
         self._round, self._asked = 0, 0.0  # of the question of this leader; 0 s: none is open
         self._answers: dict[int, tuple[float, float]] = {}  # to it, by rank: when heard, interval
-        self._patience = 1  # of the meetings that this leader calls, see `_holds`
+        self._patience = 1  # factor of the time for which all wait, where this leader calls
         self._callers: dict[int, Said] = {}  # GO of each leader that has called, this one included
         self._told: set[int] = set()  # those that know that this one is in
         self._in: set[int] = set()  # the leaders that are in, of those that this one has called
@@ -125,6 +127,10 @@ class Meetings:
             self._begins = True
         if not (self._begins or self._callers):
             said += self._seek(now, wants, first)
+        elif (
+            self.me in self._callers and not self.waits
+        ):  # it has given way, and others may have left
+            said += self._to_all(self._callers[self.me])
         if self._callers and not self.waits:
             self._ends = now + max(go.seconds for go in self._callers.values())
         return self._waited(now, said)
@@ -271,7 +277,8 @@ class Meetings:
     def _call_off(self) -> Messages:
         """Call off the meeting that this leader has called; it asks again later."""
         self._forget(self.me)
-        self._asked, self._patience, self._asks_last = 0.0, 2 * self._patience, False
+        self._asked, self._asks_last = 0.0, False
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
         return self._to_all(self._says(Word.OFF, self._round))
 
     def _forget(self, rank: int) -> None:

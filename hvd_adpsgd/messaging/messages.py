@@ -294,8 +294,10 @@ class Messages:
     def is_awaited(self) -> bool:
         """Return whether another learner is known to be in the next attempt, which this one has not begun."""
         now = self.agreement.number
-        begun = any(number == now for number, channel, _ in self._inbox if channel >= FIRST_PHASE)
-        return begun or any(number == now for number, _ in self.waiting.values())
+        keys = (key for key in self._inbox if key[1] >= FIRST_PHASE)
+        inside = {place for number, _, place in keys if number == now}
+        inside.update(place for place, (number, _) in self.waiting.items() if number == now)
+        return not inside <= self.failed
 
     def reason(self, number: int) -> tuple[str, str, int] | None:
         """Return the error that ended attempt `number` at an operation, which comes within _PATIENCE_S."""

@@ -91,9 +91,10 @@ def admit(
         patience_s: seconds from the start of a super learner until it must call this function.
         blocking: the same on all learners. False: super learners may call this at different steps, and
             differ in the number of calls. They wait for each other only if a super learner is started or
-            joins, and all have just answered; one that is stopped delays the join, and the others by two
-            intervals between calls and 1 s at most. Super learners that have run shutdown() are not
-            replaced. No effect on strategies with rounds, whose super learners wait for each other anyway.
+            joins, and all have just answered; a leader that is stopped delays the join, and the others by two
+            intervals between calls and 1 s, twice as long after each attempt, up to 8 times. Super learners
+            that have run shutdown() are not replaced. No effect on strategies with rounds, whose super
+            learners wait for each other anyway.
 
     Returns:
         `state`; on a joining learner the `state` of the other learners.

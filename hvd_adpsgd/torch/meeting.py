@@ -11,7 +11,7 @@ import torch
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining.candidates import join_server
-from hvd_adpsgd.joining.meetings import Meetings, Said
+from hvd_adpsgd.joining.meetings import Meetings, Messages
 from hvd_adpsgd.joining.replacements import lost, starters, with_missed
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.membership import are_told
@@ -20,9 +20,7 @@ from hvd_adpsgd.training.presence import live
 __all__ = ["have_met", "meets", "waits_anyway"]
 
 _LOOK_S = 1e-2  # between two looks for what the others say
-_LOOKS = 5  # most looks in which others wait in an operation before this learner takes it for another one
-
-Heard = list[tuple[int, Said]]
+_LOOKS = 5  # looks in which others wait in an operation; it is not this meeting if there are more
 
 _meetings: Meetings | None = None
 
@@ -85,7 +83,7 @@ def _is_called(
     awaits = any(one.number == next_one for one in mine)
     failed = set(world.membership.failed_ranks())
 
-    def talk(living: set[int], heard: Heard) -> tuple[bool, Heard]:
+    def talk(living: set[int], heard: Messages) -> tuple[bool, Messages]:
         awaited = awaits or elsewhere.get(next_one) in living
         acts = not states.isdisjoint(("ready", "failed")) or (
             "requesting" in states and not awaited
@@ -109,16 +107,19 @@ def _are_all_in(world: World, doing: str) -> bool:
     """Wait for the others as long as the Meetings tell; return whether the meeting begins."""
     state, collectives = _of(world), world.collectives
     looks = 0  # in which another learner has waited in an operation that may be this meeting
+    is_between = True
 
-    def go_on(living: set[int], heard: Heard) -> tuple[bool, Heard]:
-        nonlocal looks
+    def go_on(living: set[int], heard: Messages) -> tuple[bool, Messages]:
+        nonlocal looks, is_between
+        is_between = True
         looks += collectives.is_awaited
         others = _leaders(world, living.difference(world.membership.failed_ranks())) - {world.rank}
         return state.waited(time.monotonic(), others, heard, gives_way=looks > _LOOKS)
 
     begins = False
-    while not begins and state.waits:
+    while not begins and state.waits and is_between:
         time.sleep(_LOOK_S)
+        is_between = False  # where another thread runs an operation, to which this one gives way
         begins = collectives.confer(doing, go_on)
     return begins
 

@@ -488,7 +488,7 @@ def _wait(condition: Callable[[], Any], what: str, seconds: float = COMMAND_S) -
 
 
 def comes(condition: Callable[[], Any], seconds: float, pause: float) -> bool:
-    """Wait for a condition: whether it comes in time. What stops the machine counts as a second of it.
+    """Wait for a condition: whether it comes in time. A question counts as a second at most, also in a stall.
 
     Args:
         condition: is asked again and again.

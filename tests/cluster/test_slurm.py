@@ -177,6 +177,7 @@ def test_one_super_learner_per_node_with_all_its_gpus(tmp_path: Path) -> None:
         kill = f"kill -KILL {run.facts(3)[0]['pid']}"
         assert run.slurm.cluster.run(["sh", "-c", kill], host="node2").returncode == 0
         run.wait_for_failed(0, [2, 3])
+        run.wait_for_failed(1, [2, 3])
         run.wait_for_steps([0, 1], FEW)
         assert run.end()["JobState"] == "COMPLETED"
     assert (tmp_path / "final.pt").exists()

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hvd_adpsgd.joining.meetings import Meetings, Said, Word
+from hvd_adpsgd.joining.meetings import MOST_PATIENCE, Meetings, Said, Word
 
 DELAY_S = 0.01  # longest time of a message, and between two looks of a leader that waits
 
@@ -167,6 +167,21 @@ def test_a_meeting_is_called_off_and_the_next_one_has_twice_the_patience() -> No
     assert waits == sorted(waits) and waits[0] < 5.0, waits
 
 
+def test_patience_ends() -> None:
+    """Leader 1 always answers, and never comes: no wait exceeds MOST_PATIENCE times the first one."""
+    caller, waits, now = Meetings(0), [], 1.0
+    for i in range(12):
+        caller.called(now, [1], [], True, True)
+        here = Said(0, Word.HERE, i + 1, 0.5)
+        _, [(_, go)] = caller.called(now + 0.5, [1], [(1, here)], True, True)
+        waits.append(go.seconds)
+        _, said = caller.waited(now + 0.5 + go.seconds + 0.01, [1], [])
+        assert (1, Said(0, Word.OFF, i + 1, 0.5)) in said and not caller.waits
+        now += go.seconds + 1.0
+    assert waits[:4] == [waits[0] * 2**k for k in range(4)]
+    assert max(waits) == waits[-1] == MOST_PATIENCE * waits[0]
+
+
 def test_begin_holds_for_one_that_has_just_left() -> None:
     leader = Meetings(1)
     go = Said(0, Word.GO, 1, 3.0)
@@ -248,7 +263,10 @@ def test_one_that_gives_way_comes_back_at_its_next_call() -> None:
     assert out == [(0, Said(0, Word.OUT, 1, 0.0))] and not leader.waits
     _, said = caller.waited(2.2, [1], [(1, Said(0, Word.IN, 1, 0.0)), (1, out[0][1])])
     assert caller.waits and not said
-    _, [(_, again)] = leader.called(3.0, [0], [], False, False)
+    caller.waited(2.3, [1], [], gives_way=True)
+    _, [(_, go)] = caller.called(2.9, [1], [], True, True)  # again, as others may have left
+    assert go.word == Word.GO
+    _, [(_, again)] = leader.called(3.0, [0], [(0, go)], False, False)
     assert again.word == Word.IN and leader.waits
     _, [(_, asks)] = caller.waited(3.1, [1], [(1, again)])
     _, [(_, here)] = leader.waited(3.2, [0], [(0, asks)])

@@ -155,7 +155,8 @@ cdef class Job(JobState):
             most: number of super learners that join; the network needs room for the engines of all in each
                 admission.
             own_steps: whether members come to an admission before their own next step, and not while one of
-                them is stopped, as with hvd.admit(blocking=False); else before the same step.
+                them is stopped (unless it stops after the first has come), as with hvd.admit(blocking=False);
+                else before the same step.
         """
         self.own_steps = own_steps
         self.processes = self.n + most

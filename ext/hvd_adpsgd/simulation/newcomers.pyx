@@ -78,7 +78,9 @@ cdef void call_off(JobState job):
     """Call off the admission to come if a member has stopped before any has come; see `can_meet`."""
     cdef Newcomers them = job.newcomers
     cdef Admission m = job.admission
-    if them is None or m.number < 0 or can_meet(job) or any([job.actors[job.seats[p]].came for p in m.order]):
+    if them is None or m.number < 0 or can_meet(job):
+        return
+    if any([job.actors[job.seats[p]].came and runs(job, job.seats[p]) for p in m.order]):
         return
     them.waiting.insert(0, m.number)
     m.number = job.admits_at = -1

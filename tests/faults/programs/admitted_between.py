@@ -44,6 +44,8 @@ class Run:
         collected = count_collections()
         if self.args.called and self.me == 1:
             self.stop_when_called()
+        if NEW:
+            self.note("ready")
         calls = self.admit(0)
         if NEW:
             self.note("joined")
@@ -91,7 +93,7 @@ class Run:
 
         def called_and_stopped(*args: Any) -> Any:
             answer = called(*args)
-            if args[0].waits and not self.told("stopped"):
+            if args[0].waits and self.told("ready") and not self.told("stopped"):
                 self.stop()
             return answer
 
