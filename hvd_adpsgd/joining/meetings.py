@@ -9,11 +9,12 @@ begins.
     every other leader                (at a call)              (at its next call)                  meets
 
 Nobody waits for long for a leader that is stopped, or cut off. One that does not answer is not waited for
-at all. One that stops after its answer is waited for in vain for two intervals between calls and a second:
-then the leader that has called calls off (OFF), and all train on. If that leader is the one that has stopped,
-the others leave by themselves (OUT). After a meeting that was called off the next one has twice the patience,
-up to MOST_PATIENCE times, as calls may take unequally long. A leader that others wait for in another
-operation goes there, and waits for the meeting again from its next call on.
+at all; answers that are too old are asked for again, three times. One that stops after its answer is waited
+for in vain for two intervals between calls and a second: then the leader that has called calls off (OFF),
+and all train on. If that leader is the one that has stopped, the others leave by themselves (OUT). After a
+meeting that was called off the next one has twice the patience, up to MOST_PATIENCE times, as calls may
+take unequally long. A leader that others wait for in another operation goes there, and waits for the
+meeting again from its next call on.
 
 BEGIN holds also for a leader that has just left: it meets at its next call. Who stops later than its last
 HERE, or is a mate of a leader, is waited for in the meeting. If the leader that asks fails, another one asks.
@@ -32,6 +33,7 @@ __all__ = ["MOST_PATIENCE", "Meetings", "Messages", "Said", "Word"]
 # have stopped since. After as long another leader asks, too, and a meeting is called off.
 _HOLDS_S, _HOLDS_INTERVALS = 1.0, 2.0
 MOST_PATIENCE = 8
+_RENEWALS = 3  # complete sets of answers that were too old, after which a leader calls all the same
 
 
 class Word(IntEnum):
@@ -87,6 +89,7 @@ class Meetings:
         self._heard = 0.0  # when another leader last asked
         self._round, self._asked = 0, 0.0  # of the question of this leader; 0 s: none is open
         self._answers: dict[int, tuple[float, float]] = {}  # to it, by rank: when heard, interval
+        self._renewals = 0  # of answers to it that were too old
         self._patience = 1  # factor of the time for which all wait, where this leader calls
         self._callers: dict[int, Said] = {}  # GO of each leader that has called, this one included
         self._told: set[int] = set()  # those that know that this one is in
@@ -209,8 +212,9 @@ class Meetings:
                 return self._ask(now)
         elif self._others <= self._answers.keys():
             old = [rank for rank in self._others if self._is_old(now, *self._answers[rank])]
-            if not old:
+            if not old or self._renewals == _RENEWALS:
                 return self._call()
+            self._renewals += 1
             for rank in old:  # it may have stopped since
                 del self._answers[rank]
             return [(rank, self._says(Word.ASK, self._round)) for rank in sorted(old)]
@@ -218,7 +222,7 @@ class Meetings:
 
     def _ask(self, now: float) -> Messages:
         self._round += 1
-        self._asked = now
+        self._asked, self._renewals = now, 0
         self._answers.clear()
         self._in.clear()
         return self._to_all(self._says(Word.ASK, self._round))

@@ -144,7 +144,7 @@ class Outlet:
                 if self._send is not None:
                     found, step = scalars(known, reports[own]), reports[own].step
                     self._context.run(self._send, found, step)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # on a thread of our own
                 self._send = None
                 log.warning(
                     "hvd.log_to: %s raises %s (%s). Nothing more is sent to it, training continues. If the "

@@ -272,3 +272,18 @@ def test_one_that_gives_way_comes_back_at_its_next_call() -> None:
     _, [(_, here)] = leader.waited(3.2, [0], [(0, asks)])
     meets, [(_, begins)] = caller.waited(3.3, [1], [(1, here)])
     assert meets and leader.waited(3.4, [0], [(0, begins)])[0]
+
+
+def test_two_that_answer_in_turn_cannot_put_the_meeting_off_for_ever() -> None:
+    """Leaders 1 and 2 call in bursts of their own: whenever one answers, the answer of the other is old."""
+    leader, others, now, said = Meetings(0), [1, 2], 1.0, []
+    leader.called(now, others, [], True, True)
+    for i in range(20):
+        now += 1.0
+        leader.called(now, others, [], True, True)
+        now += 9.0
+        heard = [(i % 2 + 1, Said(0, Word.HERE, 1, 0.1))]
+        _, said = leader.called(now, others, heard, True, True)
+        if leader.waits:
+            break
+    assert leader.waits and {what.word for _, what in said} == {Word.GO}
