@@ -2,11 +2,14 @@
 
 Leaders ask each other at their calls. A leader that has a reason to meet, such as a joining super learner
 that is ready, asks all others; each answers at its next call. When all have answered, the leader calls them
-together, and all wait, each from its next call on. When all are in, and have answered once more, the meeting
-begins.
+together, for the time at which the slowest has made one more call; each waits from its last call before that
+time on. When all are in, and have answered once more, the meeting begins.
 
     a leader with a reason   ASK ->   <- HERE   GO ->  waits   <- IN   ASK ->  <- HERE   BEGIN ->  meets
-    every other leader                (at a call)              (at its next call)                  meets
+    every other leader                (at a call)              (at a call)                         meets
+
+After a meeting all make their calls at the same moments, so few wait for long. The clocks of hosts may
+differ: then a leader waits earlier or later than would be best.
 
 Nobody waits for long for a leader that is stopped, or cut off. One that does not answer is not waited for
 at all; answers that are too old are asked for again, three times. One that stops after its answer is waited
@@ -33,6 +36,7 @@ __all__ = ["MOST_PATIENCE", "Meetings", "Messages", "Said", "Word"]
 # have stopped since. After as long another leader asks, too, and a meeting is called off.
 _HOLDS_S, _HOLDS_INTERVALS = 1.0, 2.0
 MOST_PATIENCE = 8
+_EARLY = 0.75  # of an interval: one that has more time left makes one more call before it waits
 _RENEWALS = 3  # complete sets of answers that were too old, after which a leader calls all the same
 
 
@@ -62,12 +66,16 @@ class Said(NamedTuple):
         round: number of the question, of the leader that asks.
         seconds: between the sender's calls: the smaller of the last two, as a stop is none. Of GO: for how
             long all wait.
+        clock: when it was said, of time.time; of GO.
+        slowest: seconds between the calls of the slowest leader; of GO.
     """
 
     meeting: int
     word: Word
     round: int
     seconds: float
+    clock: float = 0.0
+    slowest: float = 0.0
 
 
 Messages = list[tuple[int, Said]]  # with their receivers, or senders
@@ -96,6 +104,7 @@ class Meetings:
         self._in: set[int] = set()  # the leaders that are in, of those that this one has called
         self._asks_last = False  # whether it has asked them again, as all are in
         self._ends = 0.0  # when this leader stops waiting; 0: it does not wait
+        self._gave_way = False  # whether it has stopped waiting for a while
         self._begins = False  # whether all are to meet, at once or at their next call
 
     @property
@@ -110,6 +119,7 @@ class Meetings:
         heard: Iterable[tuple[int, Said]],
         wants: bool,
         first: bool,
+        clock: float = 0.0,
     ) -> tuple[bool, Messages]:
         """Note a call of hvd.admit; return whether to meet, and the messages to send, with their receivers.
 
@@ -119,6 +129,7 @@ class Meetings:
             heard: (rank, what it said) since the last call.
             wants: whether this leader has a reason to meet.
             first: whether it asks at once; others wait whether somebody else does.
+            clock: the same moment, of time.time.
         """
         if self._called:
             self._interval = min(now - self._called, self._last or now - self._called)
@@ -129,12 +140,11 @@ class Meetings:
         if wants and not others:
             self._begins = True
         if not (self._begins or self._callers):
-            said += self._seek(now, wants, first)
-        elif (
-            self.me in self._callers and not self.waits
-        ):  # it has given way, and others may have left
+            said += self._seek(now, wants, first, clock)
+        elif self.me in self._callers and self._gave_way:  # others may have left meanwhile
             said += self._to_all(self._callers[self.me])
-        if self._callers and not self.waits:
+        if self._callers and not self.waits and (self._gave_way or not self._is_early(clock)):
+            self._gave_way = False
             self._ends = now + max(go.seconds for go in self._callers.values())
         return self._waited(now, said)
 
@@ -156,11 +166,13 @@ class Meetings:
         meets, said = self._waited(now, self._hear(now, others, heard))
         if gives_way and self.waits:
             said += self._goes_out()
+            self._gave_way = True
         return meets, said
 
     def met(self, meeting: int) -> None:
         """Note the end of a meeting, as all learners do; `meeting`: see Said."""
-        self._meeting, self._begins, self._asks_last = meeting, False, False
+        self._meeting = meeting
+        self._begins = self._asks_last = self._gave_way = False
         self._patience = 1
         self._asked = self._heard = self._wanted = self._ends = 0.0
         for kept in (self._answers, self._callers, self._told, self._in):
@@ -203,7 +215,7 @@ class Meetings:
 
     # ---- questions and answers --------------------------------------------------------------------
 
-    def _seek(self, now: float, wants: bool, first: bool) -> Messages:
+    def _seek(self, now: float, wants: bool, first: bool, clock: float) -> Messages:
         """Ask if there is a reason; when all have answered lately, call them together."""
         if not wants:
             self._asked = 0.0
@@ -213,7 +225,7 @@ class Meetings:
         elif self._others <= self._answers.keys():
             old = [rank for rank in self._others if self._is_old(now, *self._answers[rank])]
             if not old or self._renewals == _RENEWALS:
-                return self._call()
+                return self._call(clock)
             self._renewals += 1
             for rank in old:  # it may have stopped since
                 del self._answers[rank]
@@ -227,10 +239,11 @@ class Meetings:
         self._in.clear()
         return self._to_all(self._says(Word.ASK, self._round))
 
-    def _call(self) -> Messages:
-        slowest = max(interval for _, interval in self._answers.values())
+    def _call(self, clock: float) -> Messages:
+        slowest = max(self._interval, *(interval for _, interval in self._answers.values()))
         seconds = self._patience * self._holds(slowest)
-        self._callers[self.me] = Said(self._meeting, Word.GO, self._round, seconds)
+        go = Said(self._meeting, Word.GO, self._round, seconds, clock, slowest)
+        self._callers[self.me] = go
         return self._to_all(self._callers[self.me])
 
     def _is_old(self, now: float, heard: float, interval: float) -> bool:
@@ -240,6 +253,11 @@ class Meetings:
         return _HOLDS_S + _HOLDS_INTERVALS * max(self._interval, interval)
 
     # ---- waiting ----------------------------------------------------------------------------------
+
+    def _is_early(self, clock: float) -> bool:
+        """Whether this leader makes one more call before all are to be in; not if its clock is behind."""
+        left = [go.clock + go.slowest - clock for go in self._callers.values() if clock >= go.clock]
+        return bool(left) and min(left) > _EARLY * self._interval > 0
 
     def _waited(self, now: float, said: Messages) -> tuple[bool, Messages]:
         if not self._begins and self.me in self._callers and self._others <= self._in:

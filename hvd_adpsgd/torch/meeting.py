@@ -98,7 +98,7 @@ def _is_called(
         first = acts or again or world.rank == min(leaders, default=world.rank)
         wants = bool(acts or again or new) and not ending
         others = leaders - {world.rank}
-        return state.called(time.monotonic(), others, heard, wants, first)
+        return state.called(time.monotonic(), others, heard, wants, first, time.time())
 
     return collectives.confer(doing, talk) or _are_all_in(world, doing)
 

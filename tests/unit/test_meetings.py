@@ -18,6 +18,7 @@ class Job:
 
     Attributes:
         stopped: by leader, until when it is stopped.
+        skew: of the clock of each leader, in seconds.
         since: by leader that waits or has met, since when.
         entered: when each leader of the present meeting has entered it.
         ended: (time, since when each leader waited) of the meetings that are over.
@@ -31,6 +32,8 @@ class Job:
         self.stopped: dict[int, float] = {}  # until when
         self.failed: set[int] = set()
         self.wants: set[int] = set()
+        self.regular = False  # whether intervals do not vary
+        self.skew = [0.0] * len(intervals)
         self.since: dict[int, float] = {}
         self.in_vain: list[tuple[int, float, float]] = []
         self.entered: dict[int, float] = {}
@@ -64,7 +67,10 @@ class Job:
             meets, said = leader.waited(self.now, others, heard)
         else:
             is_first = rank < min(others, default=rank + 1)
-            meets, said = leader.called(self.now, others, heard, rank in self.wants, is_first)
+            clock = self.now + self.skew[rank]
+            meets, said = leader.called(
+                self.now, others, heard, rank in self.wants, is_first, clock
+            )
         for to, what in said:
             at = self.now + self.chance.uniform(0, DELAY_S)
             before = max((m[0] for m in self.inbox[to] if m[1] == rank), default=0.0)
@@ -76,7 +82,8 @@ class Job:
         if leader.waits:
             self._later(self.now + DELAY_S, rank)
         elif not meets:
-            self._later(self.now + self.intervals[rank] * self.chance.uniform(0.9, 1.1), rank)
+            varies = 1.0 if self.regular else self.chance.uniform(0.9, 1.1)
+            self._later(self.now + self.intervals[rank] * varies, rank)
         else:
             self.entered[rank] = self.now
             self.end_if_all_are_in()
@@ -114,10 +121,41 @@ def test_all_meet_soon_and_the_others_wait_for_one_interval(
         job.run(began + 100.0)
         assert len(job.ended) == number, seed
         ended, since = job.ended[-1]
-        slowest = 1.1 * max(intervals)
+        slowest = 1.35 * max(
+            intervals
+        )  # intervals vary by 0.1; a leader may come a quarter of one later
         assert ended - min(since.values()) <= slowest + 9 * DELAY_S
         assert not job.in_vain
         assert ended - began <= 10 * slowest + 2.0  # also if it first waits for another one to ask
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("fast", [False, True])
+def test_leaders_in_step_wait_for_a_fraction_of_an_interval(seed: int, fast: bool) -> None:
+    """As after a meeting; also with one that is ten times as fast."""
+    job = Job(seed, [1.0] * 5 + [0.1] * fast)
+    job.regular, job._calls = True, []
+    for rank in range(len(job.intervals)):
+        job._later(1.0 + job.chance.uniform(0, 2 * DELAY_S), rank)
+    job.run(4.5)
+    job.wants = {job.chance.randrange(5)}
+    job.run(30.0)
+    [(ended, since)] = job.ended
+    assert max(ended - began for began in since.values()) < 0.2, (seed, ended, since)
+    assert not job.in_vain
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_clocks_of_hosts_may_differ(seed: int) -> None:
+    job = Job(seed, [1.0, 0.7, 0.2, 3.0])
+    job.skew = [job.chance.uniform(-5.0, 5.0) for _ in job.skew]
+    job.run(12.0)
+    job.wants = {job.chance.randrange(4)}
+    job.run(200.0)
+    assert len(job.ended) == 1 and not job.since
+    ended, since = job.ended[0]
+    waits = [ended - began for began in since.values()] + [b - a for _, a, b in job.in_vain]
+    assert max(waits) < 1.0 + 2 * 3.3 + 6 * DELAY_S
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -173,9 +211,11 @@ def test_patience_ends() -> None:
     for i in range(12):
         caller.called(now, [1], [], True, True)
         here = Said(0, Word.HERE, i + 1, 0.5)
-        _, [(_, go)] = caller.called(now + 0.5, [1], [(1, here)], True, True)
+        _, [(_, go)] = caller.called(now + 0.5, [1], [(1, here)], True, True, now + 0.5)
         waits.append(go.seconds)
-        _, said = caller.waited(now + 0.5 + go.seconds + 0.01, [1], [])
+        caller.called(now + 1.0, [1], [], True, True, now + 1.0)
+        assert caller.waits
+        _, said = caller.waited(now + 1.0 + go.seconds + 0.01, [1], [])
         assert (1, Said(0, Word.OFF, i + 1, 0.5)) in said and not caller.waits
         now += go.seconds + 1.0
     assert waits[:4] == [waits[0] * 2**k for k in range(4)]
@@ -230,19 +270,20 @@ def test_an_answer_is_old_when_another_one_comes_after_a_stop() -> None:
     leader, others = Meetings(0), [1, 2]
 
     def call(now: float, *heard: tuple[int, Said]) -> tuple[bool, list[tuple[int, Said]]]:
-        return leader.called(now, others, heard, wants=True, first=True)
+        return leader.called(now, others, heard, wants=True, first=True, clock=now)
 
     call(1.0)
     call(2.0, (1, Said(0, Word.HERE, 1, 1.0)))
     for now in range(3, 3600):
         assert not call(float(now))[0]
-    meets, said = call(3600.0, (2, Said(0, Word.HERE, 1, 3598.0)))
+    meets, said = call(3600.0, (2, Said(0, Word.HERE, 1, 1.0)))
     assert not meets and said == [(1, Said(0, Word.ASK, 1, 1.0))]
     meets, said = call(3601.0, (1, Said(0, Word.HERE, 1, 1.0)))
-    assert not meets and leader.waits and {rank for rank, _ in said} == {1, 2}
-    _, said = leader.waited(3601.1, others, [(i, Said(0, Word.IN, 1, 1.0)) for i in others])
+    assert not meets and not leader.waits and {rank for rank, _ in said} == {1, 2}
+    assert call(3602.0) == (False, []) and leader.waits
+    _, said = leader.waited(3602.1, others, [(i, Said(0, Word.IN, 1, 1.0)) for i in others])
     assert {rank for rank, what in said if what.word == Word.ASK} == {1, 2}
-    meets, said = leader.waited(3601.2, others, [(i, Said(0, Word.HERE, 1, 1.0)) for i in others])
+    meets, said = leader.waited(3602.2, others, [(i, Said(0, Word.HERE, 1, 1.0)) for i in others])
     assert meets and {rank for rank, what in said if what.word == Word.BEGIN} == {1, 2}
 
 
@@ -257,16 +298,19 @@ def test_one_that_gives_way_comes_back_at_its_next_call() -> None:
     """The meeting is not called off; the leader that has called waits for it again."""
     leader, caller = Meetings(1), Meetings(0)
     caller.called(1.0, [1], [], True, True)
-    _, [(_, go)] = caller.called(1.5, [1], [(1, Said(0, Word.HERE, 1, 1.0))], True, True)
-    assert leader.called(2.0, [0], [(0, go)], False, False)[1] == [(0, Said(0, Word.IN, 1, 0.0))]
+    _, [(_, go)] = caller.called(1.5, [1], [(1, Said(0, Word.HERE, 1, 0.5))], True, True, 1.5)
+    assert leader.called(1.9, [0], [(0, go)], False, False, 1.9)[1] == [
+        (0, Said(0, Word.IN, 1, 0.0))
+    ]
+    caller.called(2.0, [1], [], True, True, 2.0)
     out = leader.waited(2.1, [0], [], gives_way=True)[1]
     assert out == [(0, Said(0, Word.OUT, 1, 0.0))] and not leader.waits
     _, said = caller.waited(2.2, [1], [(1, Said(0, Word.IN, 1, 0.0)), (1, out[0][1])])
     assert caller.waits and not said
     caller.waited(2.3, [1], [], gives_way=True)
-    _, [(_, go)] = caller.called(2.9, [1], [], True, True)  # again, as others may have left
+    _, [(_, go)] = caller.called(2.9, [1], [], True, True, 2.9)  # again, as others may have left
     assert go.word == Word.GO
-    _, [(_, again)] = leader.called(3.0, [0], [(0, go)], False, False)
+    _, [(_, again)] = leader.called(3.0, [0], [(0, go)], False, False, 3.0)
     assert again.word == Word.IN and leader.waits
     _, [(_, asks)] = caller.waited(3.1, [1], [(1, again)])
     _, [(_, here)] = leader.waited(3.2, [0], [(0, asks)])
@@ -283,7 +327,8 @@ def test_two_that_answer_in_turn_cannot_put_the_meeting_off_for_ever() -> None:
         leader.called(now, others, [], True, True)
         now += 9.0
         heard = [(i % 2 + 1, Said(0, Word.HERE, 1, 0.1))]
-        _, said = leader.called(now, others, heard, True, True)
-        if leader.waits:
+        _, said = leader.called(now, others, heard, True, True, now)
+        if said and said[0][1].word == Word.GO:
             break
+    leader.called(now + 1.0, others, [], True, True, now + 1.0)
     assert leader.waits and {what.word for _, what in said} == {Word.GO}
