@@ -260,7 +260,8 @@ class Meetings:
         return bool(left) and min(left) > _EARLY * self._interval > 0
 
     def _waited(self, now: float, said: Messages) -> tuple[bool, Messages]:
-        if not self._begins and self.me in self._callers and self._others <= self._in:
+        calls = self.waits and self.me in self._callers
+        if calls and not self._begins and self._others <= self._in:
             said += self._begin()
         if self._begins:
             self._ends = 0.0
