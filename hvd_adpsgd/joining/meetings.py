@@ -155,7 +155,9 @@ class Meetings:
         heard: Iterable[tuple[int, Said]],
         gives_way: bool = False,
     ) -> tuple[bool, Messages]:
-        """Go on waiting; return as `called`. This leader meets, or `waits`, or trains on.
+        """Look again while this leader waits; return the same as `called`.
+
+        If it neither meets nor still waits (`waits`), it trains on.
 
         Args:
             now: see `called`.
@@ -187,12 +189,12 @@ class Meetings:
         said: Messages = []
         for rank, what in heard:
             if what.meeting == self._meeting:
-                said += self._hears(now, rank, what)
+                said += self._take_in(now, rank, what)
         for rank in [rank for rank in self._callers if rank not in self._others | {self.me}]:
             self._forget(rank)
         return said
 
-    def _hears(self, now: float, rank: int, what: Said) -> Messages:
+    def _take_in(self, now: float, rank: int, what: Said) -> Messages:
         is_mine = what.round == self._round
         if what.word == Word.ASK:
             self._heard = now
@@ -244,7 +246,7 @@ class Meetings:
         seconds = self._patience * self._holds(slowest)
         go = Said(self._meeting, Word.GO, self._round, seconds, clock, slowest)
         self._callers[self.me] = go
-        return self._to_all(self._callers[self.me])
+        return self._to_all(go)
 
     def _is_old(self, now: float, heard: float, interval: float) -> bool:
         return now - heard > self._holds(interval)
@@ -292,6 +294,7 @@ class Meetings:
         return said
 
     def _goes_out(self) -> Messages:
+        """Wait no longer, and tell those that have called."""
         told = sorted(self._told)
         self._told.clear()
         self._ends = 0.0
