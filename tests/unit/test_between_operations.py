@@ -7,6 +7,7 @@ import pytest
 
 from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.messaging.messages import FIRST_PHASE
 from tests.silent_network import LEAVES, WAITS, SilentNetwork
 
 FAILS, FINISHES = 1, 2  # _FAILS, _FINISHES of messaging/messages
@@ -61,3 +62,19 @@ def test_an_operation_begins_where_another_learner_waits_in_it(
 ) -> None:
     network.arrives_pickled(1, WAITS, ((operation, "train.py", 3), {}))
     assert collectives.confer("admit", nobody) is begins
+
+
+@pytest.mark.parametrize("how", ["waits", "has begun"])
+def test_one_that_has_ended_in_an_operation_waits_for_nobody(
+    network: SilentNetwork, collectives: Collectives, how: str
+) -> None:
+    """Else all would leave the meeting that replaces it, for an operation that they never call."""
+    if how == "waits":
+        network.arrives_pickled(1, WAITS, (("averaged", "train.py", 7), {}))
+    else:
+        network.arrives(1, FIRST_PHASE, b"its call")
+    collectives.confer("admit", nobody)
+    assert collectives.is_awaited
+    leaves(network, 1, FAILS)
+    collectives.confer("admit", nobody)
+    assert not collectives.is_awaited
