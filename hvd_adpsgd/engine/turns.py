@@ -25,8 +25,8 @@ __all__ = [
 # Sets to 1 the bytes, one for each chunk, of the chunks that an exchange will move next.
 Mark = Callable[[NDArray[np.uint8]], None]
 
-LONGEST = 4  # steps from one copy of a chunk to the next, at most (docs/log/0132-turns.md)
-LOOKS = 4  # and from one look whether it is finite to the next; a multiple of LONGEST
+LONGEST = 8  # steps from one copy of a chunk to the next, at most (docs/log/0132-turns.md)
+LOOKS = 8  # and from one look whether it is finite to the next; a multiple of LONGEST
 LARGEST_SHARE = 0.25  # of the model: if exchanges move more, each step copies all
 
 

@@ -104,6 +104,7 @@ def test_an_idle_engine_sleeps_10_ms_between_turns() -> None:
     said = learners(2, "quiet.py", "--idle")
     assert all(facts["exchanges"] > 0 for facts in said)
     assert all(0 < facts["turns_per_s"] < 150 for facts in said), said
+    assert all(facts["sleeps"] for facts in said), said
 
 
 # ---- bounds and errors --------------------------------------------------------------------------

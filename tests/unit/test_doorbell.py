@@ -1,6 +1,7 @@
 """An engine that sleeps is woken by what is sent to it.
 
-Nothing here measures time: a test sleeps on an engine's doorbell itself, or looks whether the engine does.
+Nothing here measures time: a test sleeps in the place of the engine, on its doorbell or in its wire. tests/mpi/test_engine.py
+looks whether engines sleep on doorbells, over MPI.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.members import Member, connect_all, share_memory
 
 DEADLINE_S = 60.0
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
-FUTEX_WAIT, FUTEX_WAKE = 0, 1
+FUTEX_WAIT = 0
 DOORBELL_NBYTES = 64  # at the end of an engine's shared memory: how often it was rung, who sleeps
 RUNG, ASLEEP = 0, 1
 
@@ -43,12 +44,6 @@ def sleep_on(doorbell: np.ndarray) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def sleeps_on(doorbell: np.ndarray) -> bool:
-    """Whether a thread does: it is woken."""
-    address = ctypes.c_void_p(doorbell.ctypes.data)
-    return libc.syscall(SYS_FUTEX, address, FUTEX_WAKE, 1, None, None, 0) == 1
-
-
 def exchanged(rings: bool) -> list[np.ndarray]:
     """Two engines that share memory exchange; their doorbells afterwards, at rest."""
     pair = [Member(0), Member(1)]
@@ -65,10 +60,6 @@ def exchanged(rings: bool) -> list[np.ndarray]:
         assert member.loop.wait_quiet(DEADLINE_S)
     total = pair[0].model.state() + pair[1].model.state()
     np.testing.assert_allclose(total, 1.0, rtol=1e-5)
-    if rings:
-        for member in pair:
-            doorbell = doorbell_of(memory[member.rank])
-            wait_for(lambda doorbell=doorbell: sleeps_on(doorbell), "an idle engine sleeps on it")
     for member in pair:
         member.loop.stop(within=0.1)
         member.wire.close()
@@ -77,7 +68,6 @@ def exchanged(rings: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("rings", [True, False])
 def test_engines_of_a_host_exchange_with_and_without_doorbells(rings: bool) -> None:
-    """With them an idle engine sleeps until its own is rung."""
     assert [bool(doorbell[RUNG]) for doorbell in exchanged(rings)] == [rings] * 2
 
 
@@ -99,4 +89,44 @@ def test_a_message_wakes_an_idle_engine_of_the_host() -> None:
     assert doorbell[RUNG] > 0
     for member in pair:
         member.loop.stop(within=0.1)
+        member.wire.close()
+
+
+def sleeping(member: Member) -> threading.Thread:
+    """A thread that sleeps in the wire of an engine that does not run."""
+    sleeper = threading.Thread(target=member.wire.sleep, args=(10 * DEADLINE_S,))
+    sleeper.start()
+    wait_for(lambda: member.wire.sleeps, "it sleeps")
+    return sleeper
+
+
+def test_an_order_of_the_trainer_wakes_an_engine_that_sleeps_in_its_wire() -> None:
+    member = Member(0)
+    sleeper = sleeping(member)
+    member.loop.ask(1)
+    sleeper.join(DEADLINE_S)
+    assert not sleeper.is_alive(), "the order has woken nobody"
+    member.wire.progress()  # takes note of it
+    again = sleeping(member)
+    assert member.wire.sleeps, "woken by an old order"
+    member.loop.offer(0, True)
+    again.join(DEADLINE_S)
+    assert not again.is_alive()
+    member.wire.close()
+
+
+def test_a_message_wakes_an_engine_that_sleeps_in_its_wire() -> None:
+    pair = [Member(0), Member(1)]
+    pair[0].wire.post(1, 7, b"", np.zeros(4, np.uint8))
+    connect_all(pair)
+    for member in pair:
+        member.wire.progress()  # takes the connection, and what came first
+    while pair[0].wire.unfinished or pair[1].wire.take() is None:
+        for member in pair:
+            member.wire.progress()
+    sleeper = sleeping(pair[1])
+    pair[0].wire.post(1, 7, b"", np.zeros(4, np.uint8))
+    sleeper.join(DEADLINE_S)
+    assert not sleeper.is_alive(), "the message has woken nobody"
+    for member in pair:
         member.wire.close()

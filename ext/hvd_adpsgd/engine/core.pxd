@@ -13,6 +13,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.agreement cimport AgreementState
 from hvd_adpsgd.engine.butterfly cimport Network, Sum
+from hvd_adpsgd.engine.doorbell cimport ring
 from hvd_adpsgd.engine.membership cimport Membership
 from hvd_adpsgd.engine.mailbox cimport Mailbox, load
 from hvd_adpsgd.engine.reports cimport REPORTS, Report, Reports
@@ -177,6 +178,7 @@ cdef struct Pairs:
     int64_t shared_nbytes
     bint changing           # in this turn a peer was changing a chunk that this side compares: poll soon
     Neighbour* neighbours   # outboxes and models of peers, by rank. NULL if no peer shares memory
+    bint all_ring           # all peers ring our doorbell when they send something
     bint taken[SETS]        # which sets of buffers in shared memory are in use
 
 # ---- mean of all ---------------------------------------------------------------------------
@@ -245,6 +247,13 @@ cdef struct Core:
 
 cdef inline double now(Core* e) noexcept nogil:
     return e.clock.now(e.clock)
+
+
+cdef inline void wake(Core* e) noexcept nogil:
+    """Wake the engine's thread, whether it sleeps on its doorbell or in the wire."""
+    ring(e.mailbox.doorbell)
+    if e.wire.wake != NULL:
+        e.wire.wake(e.wire)
 
 
 cdef inline Generation* generation(Core* e) noexcept nogil:

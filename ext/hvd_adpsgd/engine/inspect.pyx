@@ -14,7 +14,6 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from hvd_adpsgd.engine.doorbell cimport ring
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
@@ -113,7 +112,7 @@ cdef Inspection* take_inspection(Core* e, bint running) noexcept nogil:
     pthread_mutex_lock(&p.inspections)
     number = p.inspection_wanted + 1
     store(&p.inspection_wanted, number)
-    ring(p.doorbell)                    # the thread may sleep
+    wake(e)                             # the thread may sleep
     while running and load(&p.inspection_made) < number and not load(&p.ended) and now(e) < until:
         e.clock.sleep(e.clock, 20e-6)
     if load(&p.inspection_made) == number:

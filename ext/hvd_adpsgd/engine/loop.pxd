@@ -16,6 +16,7 @@ cdef enum Rest:             # what the thread does until the next turn
 cdef struct Rhythm:
     double pause_s          # how long to sleep until the next turn
     double polls_s          # the next pause between polls; 0: the last turn did something
+    bint woken              # each event that the last turn waits for wakes the thread
     double moved            # when a turn last did something
     double pace             # seconds per chunk, smoothed
     double paced_at         # when `pace` was last updated

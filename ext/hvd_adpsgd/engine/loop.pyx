@@ -15,7 +15,7 @@ from libc.string cimport memcpy, memset
 from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, ring, times_rung
+from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, times_rung
 from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way
 from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
 from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
@@ -58,9 +58,10 @@ cdef enum:
     LARGEST_PAGE = 65536    # largest page size of the operating system, bytes
 
 cdef double CHECK_S = 1.0           # period of searches for failed peers that no transfer has reported
-cdef double IDLE_S = 0.9e-3         # shortest sleep when no exchange or mean runs
+cdef double IDLE_S = 0.9e-3         # shortest sleep when no exchange or mean runs, and nothing wakes the thread
 cdef double LONG_IDLE_S = 10e-3     # longest sleep when no exchange or mean runs
 cdef double IDLE_SHARE = 0.02       # sleep between the two bounds, as a fraction of the time without an event
+cdef double RUNG_IDLE_SHARE = 0.5   # ... where all peers ring: only what the wire's library delivers late is looked for
 cdef double LULL_S = 0.2            # after so long without an event polls of exchanges are SLOW_POLL_S apart
 cdef double POLL_FIRST_S = 5e-6     # shortest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6     # longest sleep while an exchange runs; half of a chunk's time if longer
@@ -160,14 +161,22 @@ cdef void keep_pace(Rhythm* r, int64_t chunks) noexcept nogil:
         r.paced_at = r.moved
 
 
-cdef bint is_rung(Core* e) noexcept nogil:
-    """Whether every event that the engine waits for rings its doorbell: peers that share memory ring it."""
+cdef bint is_woken(Core* e) noexcept nogil:
+    """Whether each event that the engine waits for wakes it, and brings few bytes: no chunk, but its place in memory.
+
+    Chunks that come over the network are looked for at their pace instead: each packet would wake the thread."""
     cdef Exchange* x = e.pairs.running
-    if e.wire.doorbells == NULL or e.pairs.changing or e.mean.running or e.mailbox.orders.leaving:
+    cdef bint by_wire = e.wire.wait != NULL
+    if not by_wire and e.wire.doorbells == NULL or e.pairs.changing or e.mean.running or e.mailbox.orders.leaving:
         return False
-    while x != NULL and (x.phase == IDLE or x.phase == BROKEN or e.wire.doorbells[x.peer] != NULL):
+    while x != NULL and (x.phase == IDLE or x.phase == BROKEN or x.phase == ASKED and by_wire or shares(e, x.peer)):
         x = x.next_one
     return x == NULL
+
+
+cdef inline bint shares(Core* e, int peer) noexcept nogil:
+    """Whether a peer shares memory with this engine."""
+    return e.pairs.neighbours != NULL and e.pairs.neighbours[peer].outbox != NULL
 
 
 cdef double longest_poll(Core* e, Rhythm* r, double lull) noexcept nogil:
@@ -175,9 +184,17 @@ cdef double longest_poll(Core* e, Rhythm* r, double lull) noexcept nogil:
 
     With LANES chunks in flight, two polls per chunk saturate a slow link. `lull`: seconds since something
     happened."""
-    if lull > LULL_S or lull > 0 and is_rung(e):
+    if lull > LULL_S or r.woken:
         return SLOW_POLL_S
     return min(max(POLL_LAST_S, r.pace / 2), SLOW_POLL_S)
+
+
+cdef double idle_pause(Core* e, Rhythm* r, double t) noexcept nogil:
+    """Return the pause of an idle engine, in seconds: until it may ask again, where the wire wakes it."""
+    cdef double grows = RUNG_IDLE_SHARE if e.pairs.all_ring else IDLE_SHARE
+    if e.wire.wait == NULL:
+        return min(max(grows * (t - r.moved), IDLE_S), LONG_IDLE_S)
+    return min(max(e.pairs.ask_after - t, IDLE_S), LONG_IDLE_S) if t < e.pairs.ask_after else LONG_IDLE_S
 
 
 cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
@@ -195,9 +212,10 @@ cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
         keep_pace(r, e.mailbox.counters.chunks + e.mailbox.counters.void_chunks)
         return AGAIN
     if e.pairs.asking == NOBODY and e.pairs.serving == NOBODY and not e.mean.running and not e.mailbox.orders.leaving:
-        r.pause_s = min(max(IDLE_SHARE * (t - r.moved), IDLE_S), LONG_IDLE_S)
+        r.pause_s = idle_pause(e, r, t)
         r.paced_at = t + r.pause_s
         return SLEEP
+    r.woken = is_woken(e)
     if r.polls_s == 0:
         r.polls_s = max(POLL_FIRST_S, longest_poll(e, r, 0) / LANES)
         return AGAIN
@@ -235,7 +253,9 @@ cdef void* engine_main(void* argument) noexcept nogil:
         make_inspection(e)
         heard = times_rung(e.mailbox.doorbell)
         rest = turn(e, &rhythm)
-        if rest == POLL and rhythm.pause_s < RING_FROM_S:
+        if e.wire.wait != NULL and (rest == SLEEP or rest == POLL and rhythm.woken):
+            e.wire.wait(e.wire, e.mailbox.doorbell, heard, rhythm.pause_s)
+        elif rest == POLL and rhythm.pause_s < RING_FROM_S:
             e.clock.sleep(e.clock, rhythm.pause_s)
         elif rest == POLL or rest == SLEEP:
             await_ring(e.mailbox.doorbell, heard, rhythm.pause_s)
@@ -362,7 +382,9 @@ cdef class Loop:
             p.neighbours[i].outbox = <char*><uintptr_t>addresses[i]
 
     def hear(self, uintptr_t own, addresses):
-        """Let engines that share memory wake each other when they send something; before start.
+        """Let engines that share memory wake each other when they send something; before start, after `share`.
+
+        For a wire that cannot wait for what peers send.
 
         Args:
             own: address of this engine's doorbell in its shared memory; 0: a private one.
@@ -377,6 +399,7 @@ cdef class Loop:
             e.mailbox.doorbell = <Doorbell*>own
         for i in range(e.wire.size):
             e.wire.doorbells[i] = <Doorbell*><uintptr_t>addresses[i] if i != e.wire.rank else NULL
+        e.pairs.all_ring = all(addresses[i] for i in range(e.wire.size) if i != e.wire.rank)
 
     def show(self, lives, areas):
         """Read the models of peers that share memory in place; after `share`, on both sides or on neither.
@@ -417,7 +440,7 @@ cdef class Loop:
             e.mailbox.given.fit = fit
             e.mailbox.given.credit = min(e.mailbox.given.credit + e.mailbox.rate, max(e.mailbox.rate, 1.0))
             pthread_mutex_unlock(&e.mailbox.gate)
-            ring(e.mailbox.doorbell)
+            wake(e)
 
     def due(self):
         """Whether the credit suffices to ask a peer after the next offer."""
@@ -433,7 +456,7 @@ cdef class Loop:
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.wanted = peer
         pthread_mutex_unlock(&e.mailbox.gate)
-        ring(e.mailbox.doorbell)
+        wake(e)
 
     def begin_round(self, int64_t round, int peer):
         """From now on exchange only with peers in the same round, and ask `peer` (-1: none)."""
@@ -442,7 +465,7 @@ cdef class Loop:
         e.mailbox.given.round = round
         e.mailbox.given.wanted = peer
         pthread_mutex_unlock(&e.mailbox.gate)
-        ring(e.mailbox.doorbell)
+        wake(e)
 
     def average_all(self, bint survives, bint butterfly):
         """Take part in exact means of all models; before start.
@@ -526,7 +549,7 @@ cdef class Loop:
         store(&e.mean.wanted, e.mean.wanted + 1)
         store(&e.mailbox.at_rest, 0)
         pthread_mutex_unlock(&e.mailbox.gate)
-        ring(e.mailbox.doorbell)
+        wake(e)
         return e.mean.wanted
 
     def wait_mean(self, int64_t number, double seconds):
@@ -540,7 +563,7 @@ cdef class Loop:
         e.mailbox.given.paused = paused
         store(&e.mailbox.at_rest, 0)
         pthread_mutex_unlock(&e.mailbox.gate)
-        ring(e.mailbox.doorbell)
+        wake(e)
 
     def wait_quiet(self, double seconds):
         """After pause(True): wait until no exchange is running. Return False after `seconds` without a chunk.
@@ -585,7 +608,7 @@ cdef class Loop:
             e.mailbox.given.leave_within = within
             e.mailbox.given.leaving = True
             pthread_mutex_unlock(&e.mailbox.gate)
-            ring(e.mailbox.doorbell)
+            wake(e)
             pthread_join(self.thread, NULL)
         self.running = False
 

@@ -1,5 +1,5 @@
 # Interfaces that an engine is created with: a wire that moves bytes between super learners, and a clock.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from hvd_adpsgd.engine.doorbell cimport Doorbell, ring
 
@@ -50,6 +50,10 @@ cdef struct Wire:
     void (*progress)(Wire*) noexcept nogil
     # Note that a peer lives, as other peers have newer reports of it. NULL: the wire does not need this.
     void (*lives)(Wire*, int peer) noexcept nogil
+    # Sleep for about `seconds`, or until `progress` has something to do, or until another thread calls `wake`; not
+    # at all if the doorbell was rung more often than `heard`. NULL: the wire cannot; peers ring doorbells.
+    void (*wait)(Wire*, Doorbell*, uint32_t heard, double seconds) noexcept nogil
+    void (*wake)(Wire*) noexcept nogil
     bint fenced             # set by the wire: peer `fenced_by` has taken this engine for failed
     int fenced_by
     # Begin a sum of `count` numbers over all engines by the wire's library; all engines post their sums in

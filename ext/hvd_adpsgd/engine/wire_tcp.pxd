@@ -69,7 +69,10 @@ cdef struct Sockets:
     int64_t accepted        # connections accepted so far
     bint crowded            # `nout` exceeds `most`, and a connection has become idle
     bint over               # the wire is closed
+    int alarm               # descriptor of an eventfd: readable once tcp_wake was called
+    int64_t waits           # 1 while the engine's thread is in tcp_wait
 
 cdef class TcpWire(AnyWire):
     cdef Sockets sockets
     cdef object keep
+    cdef void close_own(self)

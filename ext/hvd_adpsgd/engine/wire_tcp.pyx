@@ -6,7 +6,7 @@ Messages from one engine to another travel on a connection that the sender diale
 message: each pair of engines has none, one or two connections, and no connection is dialed from both sides at
 once. A message is its length and channel, 8 bytes, and its bytes, which are copied directly from the sender's
 buffer into that of the matching receive (matching.pyx). Nothing blocks: `progress` asks epoll which sockets
-have bytes to read, and which accept bytes again.
+have bytes to read, and which accept bytes again. An idle engine sleeps in epoll, too (`wait`).
 
 Another thread (connections.py) opens connections and checks that their other ends are members of the job; it
 passes them to this wire through a pipe. A second pipe passes it the ranks to dial.
@@ -33,7 +33,7 @@ that was taken for failed and dials again is sent OUT.
 
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
 from libc.errno cimport EAGAIN, EINTR, ENOBUFS, ENOMEM, errno
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
@@ -41,6 +41,7 @@ from posix.unistd cimport close, read, write
 from hvd_adpsgd.engine.matching cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole, forget_stray,
                                       give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
 from hvd_adpsgd.engine.unconfirmed cimport append, copied_post, counted, fail_all, let_go, note_sent, own, resume, take_count
+from hvd_adpsgd.engine.doorbell cimport Doorbell, times_rung
 from hvd_adpsgd.engine.wire cimport *
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -54,6 +55,18 @@ cdef extern from "<sys/epoll.h>" nogil:
     int epoll_wait(int epoll, epoll_event* events, int most, int milliseconds)
     enum: EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_MOD, EPOLL_CTL_DEL
     enum: EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP
+
+cdef extern from *:
+    """
+    #define adpsgd_waits(p) __atomic_load_n((p), __ATOMIC_SEQ_CST)
+    #define adpsgd_set_waits(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
+    """
+    int64_t waits "adpsgd_waits"(int64_t*) nogil
+    void set_waits "adpsgd_set_waits"(int64_t*, int64_t) nogil
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int value, int flags)
+    enum: EFD_CLOEXEC, EFD_NONBLOCK
 
 cdef extern from "<sys/socket.h>" nogil:
     cdef struct iovec:
@@ -741,6 +754,9 @@ cdef void tcp_progress(Wire* wire) noexcept nogil:
         if link == NULL:
             take_news(s)
             continue
+        if events[i].data.ptr == s:
+            hush(s)
+            continue
         if link.fd >= 0 and events[i].events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR):
             read_link(s, link)
         if link.fd >= 0 and events[i].events & EPOLLOUT:
@@ -754,6 +770,32 @@ cdef void tcp_progress(Wire* wire) noexcept nogil:
         s.crowded = False
         make_room(s)
     bury(s)
+
+
+cdef void hush(Sockets* s) noexcept nogil:
+    """Make `alarm` unreadable again."""
+    cdef uint64_t rung
+    read(s.alarm, &rung, sizeof(rung))
+
+
+cdef void tcp_wait(Wire* wire, Doorbell* doorbell, uint32_t heard, double seconds) noexcept nogil:
+    """Sleep until epoll has something to report, or a ring of the doorbell is followed by tcp_wake.
+
+    `waits` is set before the doorbell is looked at, and tcp_wake looks at `waits` after the ring: one of the two
+    threads sees what the other one did."""
+    cdef Sockets* s = <Sockets*>wire.own
+    cdef epoll_event event
+    set_waits(&s.waits, 1)
+    if times_rung(doorbell) == heard:
+        epoll_wait(s.epoll, &event, 1, max(1, <int>(1e3 * seconds)))
+    set_waits(&s.waits, 0)
+
+
+cdef void tcp_wake(Wire* wire) noexcept nogil:
+    cdef Sockets* s = <Sockets*>wire.own
+    cdef uint64_t once = 1
+    if waits(&s.waits):
+        write(s.alarm, &once, sizeof(once))
 
 
 cdef Status tcp_test(Wire* wire, Transfer* t) noexcept nogil:
@@ -851,12 +893,15 @@ cdef class TcpWire(AnyWire):
         s.rank, s.size, s.news, s.dials = rank, size, news, dials
         s.most, s.idle_s, s.failure_s, s.listed = most, idle_s, failure_s, NOBODY
         s.epoll = epoll_create1(EPOLL_CLOEXEC)
+        s.alarm = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         s.peers = <Neighbour*>calloc(size, sizeof(Neighbour))
-        if s.epoll < 0 or s.peers == NULL:
+        if s.epoll < 0 or s.alarm < 0 or s.peers == NULL:
             raise MemoryError("no memory for the averaging engine's wire")
         event.events = EPOLLIN
         event.data.ptr = NULL
         epoll_ctl(s.epoll, EPOLL_CTL_ADD, news, &event)
+        event.data.ptr = s
+        epoll_ctl(s.epoll, EPOLL_CTL_ADD, s.alarm, &event)
         self.calls.own = s
         self.calls.rank, self.calls.size = rank, size
         self.calls.send = tcp_send
@@ -866,15 +911,27 @@ cdef class TcpWire(AnyWire):
         self.calls.next_failed = tcp_next_failed
         self.calls.progress = tcp_progress
         self.calls.lives = tcp_lives
+        self.calls.wait = tcp_wait
+        self.calls.wake = tcp_wake
 
     def __dealloc__(self):
         close_sockets(&self.sockets)
         close_posts(&self.sockets.posts)
         free(self.sockets.peers)
-        if self.sockets.epoll > 0:
-            close(self.sockets.epoll)
+        self.close_own()
 
     # ---- without an engine; only one thread may call these at a time
+
+    def sleep(self, double seconds):
+        """Sleep as an idle engine does: until `progress` has something to do, or until an order of the trainer."""
+        cdef Doorbell silent = [0, 0]
+        with nogil:
+            tcp_wait(&self.calls, &silent, 0, seconds)
+
+    @property
+    def sleeps(self):
+        """Whether a thread sleeps in this wire."""
+        return waits(&self.sockets.waits) != 0
 
     def progress(self):
         """Move bytes once, if no engine's thread uses this wire, or after that thread has ended."""
@@ -961,9 +1018,15 @@ cdef class TcpWire(AnyWire):
                 say(link, CLOSE, 0)
             link = link.after
         close_sockets(&self.sockets)
-        if self.sockets.epoll >= 0:         # now, not when the last reference goes
+        self.close_own()                    # now, not when the last reference goes
+
+    cdef void close_own(self):
+        """Close the descriptors that belong to no connection."""
+        if self.sockets.epoll > 0:
             close(self.sockets.epoll)
-            self.sockets.epoll = -1
+        if self.sockets.alarm > 0:
+            close(self.sockets.alarm)
+        self.sockets.epoll = self.sockets.alarm = -1
 
     def forget(self):
         """Close the descriptors in a forked child, whose copies would keep the parent's connections open."""
@@ -973,8 +1036,7 @@ cdef class TcpWire(AnyWire):
                 close(link.fd)
                 link.fd = -1
             link = link.after
-        close(self.sockets.epoll)
-        self.sockets.epoll = -1
+        self.close_own()
 
     @property
     def connections(self):

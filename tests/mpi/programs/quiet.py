@@ -1,6 +1,6 @@
 """An engine by hand, for tests of one property each: --idle, --stale S, --grow, --elsewhere.
 
-idle: turns of the thread per second while nobody offers.
+idle: turns of the thread per second while nobody offers, and whether it sleeps on its doorbell.
 stale: trains with max_staleness S while a big model keeps exchanges long; gives the staleness. With --until U
     it trains until a correction was staler than U steps.
 grow: tensors are added while exchanges run; gives the error of the mean.
@@ -8,7 +8,9 @@ elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives wha
 """
 
 import argparse
+import ctypes
 import json
+import platform
 import time
 
 import numpy as np
@@ -21,6 +23,8 @@ from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.strategies import parse
 
 DEADLINE_S = 60.0
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+FUTEX_WAKE = 1
 
 
 def main() -> None:
@@ -45,6 +49,15 @@ def main() -> None:
     run.engine.stop()
     with open(1, "wb", closefd=False) as out:  # os.write may write a part only
         out.write(("\n@learner " + json.dumps({"rank": run.comm.rank, **said}) + "\n").encode())
+
+
+def woken(doorbell: int) -> bool:
+    """Whether a thread sleeps on the doorbell at this address, in the next DEADLINE_S: it is woken."""
+    libc, ends = ctypes.CDLL(None), time.monotonic() + DEADLINE_S
+    while time.monotonic() < ends:
+        if libc.syscall(SYS_FUTEX, ctypes.c_void_p(doorbell), FUTEX_WAKE, 1, None, None, 0) == 1:
+            return True
+    return False
 
 
 class Run:
@@ -98,7 +111,12 @@ class Run:
         began, before = time.monotonic(), self.turns()
         time.sleep(2.0)  # the span that is measured
         rate = (self.turns() - before) / (time.monotonic() - began)
-        return {"turns_per_s": rate, "exchanges": self.engine.metrics()["exchanges"]}
+        sleeps = woken(self.engine._neighbours.doorbell)
+        return {
+            "turns_per_s": rate,
+            "exchanges": self.engine.metrics()["exchanges"],
+            "sleeps": sleeps,
+        }
 
     def turns(self) -> int:
         return int(self.engine.loop.counters()["turns"])
