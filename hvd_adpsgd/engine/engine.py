@@ -169,6 +169,8 @@ class Engine:
             config.timeline is not None,
         )
         loop.move_share(config.first_share)
+        if config.first_share < 1:
+            loop.aim()
         if config.prefer_fast_peers > 0:
             loop.prefer_fast(config.prefer_fast_peers)
         if config.report_s > 0:

@@ -46,6 +46,7 @@ class Job:
         rare_period: int = 1,
         prefer: float = 0.0,
         every: int = 1,
+        aims: bool = False,
     ) -> None: ...
     def add(
         self,

@@ -396,6 +396,7 @@ def job_of(
         rare_period=rare[1],
         prefer=c.prefer,
         every=_steps_between_copies(c, len(models[0])),
+        aims=c.share < 1,
     )
     if c.max_overhead:
         chunks = len(models[0])

@@ -57,10 +57,11 @@ STRATEGIES = (
 # faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
 _RARE = ("suspect", "join", "break", "link", "share")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-_OLDEST, _OLDER, _OLD = (
+_OLDEST, _OLDER, _OLD, _RECENT = (
     1000,
     2000,
     3000,
+    4000,
 )  # seeds below have the scenarios that earlier versions drew
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
@@ -189,6 +190,7 @@ class Scenario:
         rare_period: chunks with odd numbers move in every so-manyth exchange only.
         prefer: the option prefer_fast_peers.
         copy_every: steps between two copies of a chunk without a correction to the engine.
+        aims: whether a random half of the windows are where models differ most.
     """
 
     seed: int
@@ -217,6 +219,7 @@ class Scenario:
     rare_period: int = 1
     prefer: float = 0.0
     copy_every: int = 1
+    aims: bool = False
 
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
@@ -342,7 +345,8 @@ class Scenario:
             f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}"
             f"{f', odd chunks in every {self.rare_period}th exchange' if self.rare_period > 1 else ''}"
             f"{f', fast peers preferred by {self.prefer:g}' if self.prefer else ''}"
-            f"{f', chunks copied every {self.copy_every}th step' if self.copy_every > 1 else ''}",
+            f"{f', chunks copied every {self.copy_every}th step' if self.copy_every > 1 else ''}"
+            f"{', aimed windows' if self.aims else ''}",
         ]
         lines += [
             f"  {i}: {x.rate:g} exchanges per step of {x.step_s:g} s (+- {x.spread:.0%}), "
@@ -485,6 +489,8 @@ def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
     if s.seed >= _OLD and c.happens(0.2):
         s = dataclasses.replace(s, wire=c.choose(("int8", "int4")))
+    if s.seed >= _RECENT and s.share < 1 and gossips and c.happens(0.5):
+        s = dataclasses.replace(s, aims=True)
     return s
 
 
@@ -644,6 +650,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         rare_period=s.rare_period,
         prefer=s.prefer,
         every=s.copy_every,
+        aims=s.aims,
     )
     _add_learners(job, s)
     if s.hosts:

@@ -93,6 +93,7 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
         "rare_period": 1,
         "prefer": 0.0,
         "copy_every": 1,
+        "aims": False,
     }
     for name, value in plain.items():
         if getattr(s, name) != value:

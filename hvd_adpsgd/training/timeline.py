@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,18 +45,16 @@ class StepRecord:
         self.counters = Counters(time.monotonic)
         self.timeline = _open_timeline(world)
 
-    @contextlib.contextmanager
-    def part(self, name: str, step: int) -> Iterator[None]:
-        """Count the time of the `with` block as part `name` of step number `step`."""
-        began = time.monotonic()
-        try:
-            with mark(name):
-                yield
-        finally:
-            ended = time.monotonic()
-            self.counters.add(name, ended - began)
-            if self.timeline is not None:
-                self.timeline.complete(name, "trainer", began, ended, step=step)
+    def part(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Return a context manager that counts the time of its block as part `name` of step number `step`."""
+        return _Part(self, name, step)
+
+    def count(self, name: str, step: int, began: float) -> None:
+        """Count the time since `began` as part `name` of step number `step`."""
+        ended = time.monotonic()
+        self.counters.add(name, ended - began)
+        if self.timeline is not None:
+            self.timeline.complete(name, "trainer", began, ended, step=step)
 
     def end_step(self, engine: Engine) -> None:
         """Count the step that has ended, and write the engine's new events into the timeline."""
@@ -73,6 +70,24 @@ class StepRecord:
             self.timeline.complete(
                 EVENT_NAMES[kind], "engine", began, ended, peer=peer, bytes=nbytes, step=step
             )
+
+
+class _Part:
+    """The block of StepRecord.part: a class, as a generator takes three more calls in each of a step's parts."""
+
+    __slots__ = ("_began", "_mark", "_name", "_record", "_step")
+
+    def __init__(self, record: StepRecord, name: str, step: int):
+        self._record, self._name, self._step = record, name, step
+        self._mark = mark(name)
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+        self._mark.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mark.__exit__(*error)
+        self._record.count(self._name, self._step, self._began)
 
 
 def _open_timeline(world: World) -> Timeline | None:

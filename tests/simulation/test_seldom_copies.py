@@ -36,6 +36,19 @@ def test_seeds_of_the_campaign_have_few_bits() -> None:
     assert not any(Scenario.random(seed).wire.startswith("int") for seed in range(0, 3000, 7))
 
 
+def test_every_promise_holds_with_aimed_windows() -> None:
+    for seed in SEEDS:
+        run(replace(Scenario.random(seed), aims=True, share=0.25, max_staleness=0))
+
+
+def test_seeds_of_the_campaign_aim() -> None:
+    drawn = [Scenario.random(seed) for seed in range(4000, 4400)]
+    assert {s.aims for s in drawn} == {False, True}
+    assert all(s.share < 1 for s in drawn if s.aims)
+    assert any(str(s).count("aimed windows") for s in drawn)
+    assert not any(Scenario.random(seed).aims for seed in range(0, 4000, 7))
+
+
 def test_a_failing_scenario_is_first_tried_with_whole_copies() -> None:
     drawn = replace(Scenario.random(3), copy_every=8)
     assert any(s.copy_every == 1 for s in shrink._plainer(drawn))

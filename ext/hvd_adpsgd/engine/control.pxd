@@ -1,11 +1,11 @@
 # Control messages: small, on one channel, from any peer.
-from hvd_adpsgd.engine.core cimport Control, Core, Kind, Letter, Message
+from hvd_adpsgd.engine.core cimport Control, Core, Exchange, Kind, Letter, Message
 
 cdef bint open_control(Control* c, int size) noexcept
 cdef void close_control(Control* c) noexcept
 cdef void listen(Core* e) noexcept nogil
 cdef Message* take_message(Core* e, int* peer) noexcept nogil
-cdef void send_window(Core* e, int peer, Kind kind, int exchange, int nchunks, int first, int window) noexcept nogil
+cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, int window) noexcept nogil
 cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) noexcept nogil
 cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil
 cdef void note_malformed(Core* e, int peer) noexcept nogil

@@ -83,7 +83,7 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
     cdef int64_t behind = nbytes - <int64_t>sizeof(Message)
     if behind < 0 or not 0 <= m.weight <= 1 or m.exchange < 0 or m.nchunks < 0 or m.first < 0 or m.generation < 0:
         return False
-    if not 0 <= m.window <= m.nchunks:
+    if not 0 <= m.window <= m.nchunks or not 0 <= m.aimed <= 1:
         return False
     if m.kind == REPORT:
         return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)
@@ -119,7 +119,7 @@ cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nc
     message.exchange = exchange
     message.nchunks = nchunks
     message.first = 0
-    message.window = 0
+    message.window = message.aimed = 0
     message.generation = <int>newest
     message.fingerprint = e.generations[newest].fingerprint
     message.weight = e.pairs.weight
@@ -138,14 +138,14 @@ cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) 
     post(e, letter, sizeof(Message), peer)
 
 
-cdef void send_window(Core* e, int peer, Kind kind, int exchange, int nchunks, int first, int window) noexcept nogil:
-    """Send ASK or YES: of the model's `nchunks` chunks, those of a window of `window` chunks from `first` on."""
+cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, int window) noexcept nogil:
+    """Send ASK or YES: of the model's `nchunks` chunks, those of a window of `window` chunks from x.first on."""
     cdef Letter* letter = new_letter(e, peer, sizeof(Message))
     cdef Message* message
     if letter == NULL:
         return
-    message = written(e, <Message*>(letter + 1), kind, exchange, nchunks)
-    message.first, message.window = first, window
+    message = written(e, <Message*>(letter + 1), kind, x.number, nchunks)
+    message.first, message.window, message.aimed = x.first, window, x.aimed
     post(e, letter, sizeof(Message), peer)
 
 

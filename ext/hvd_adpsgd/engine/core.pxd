@@ -47,6 +47,7 @@ cdef struct Message:
     int first               # in ASK: first place of the exchange's window, see windows.pyx
     int generation
     int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
+    int aimed               # in ASK: 1 if the window is one that differs most, see windows.pyx
     uint64_t fingerprint
     double weight
     int64_t round
@@ -124,6 +125,7 @@ cdef struct Exchange:
     Generation* layout      # names the chunks of places
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
+    bint aimed              # its window is no sample of the model, but the one that differs most
     bint whole              # the two sides agreed on a whole exchange
     int next                # the first chunk that is not yet begun; counts from `first`
     int done
@@ -168,6 +170,8 @@ cdef struct Pairs:
     int number              # number of our last ASK
     int64_t windows         # how many of our ASKs were answered with YES; each moves one window of chunks
     int64_t position        # where the next window begins, in places; modulo those of all rounds
+    int64_t aimed           # place of the next window + 1 if that one is aimed, else 0
+    uint64_t coin           # state of a random generator; 0: no window is aimed
     double busy_from        # since when an exchange has run without a break; 0: none runs
     double pace             # seconds per chunk of our link, by the last exchange; 0 before the first one
     double ask_after

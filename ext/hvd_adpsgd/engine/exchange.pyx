@@ -164,9 +164,9 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     if x == NULL:
         return
     e.pairs.serving = peer
-    x.first = m.first
+    x.number, x.first, x.aimed = m.exchange, m.first, m.aimed
     window = min(m.window, window_of(e, total))
-    send_window(e, peer, YES, m.exchange, total, m.first, window)
+    send_window(e, peer, YES, x, total, window)
     begin(e, x, m.exchange, total, window, False)
 
 
@@ -176,7 +176,7 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
-    move_on(e, m.nchunks, m.window)
+    move_on(e, m.nchunks, m.window, x.aimed)
     begin(e, x, m.exchange, m.nchunks, m.window, True)
 
 
@@ -390,7 +390,7 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
     add(&e.mailbox.counters.bytes_sent, x.nbytes)
     add_double(&e.mailbox.counters.exchange_s, ended - x.began)
     note_pace(e, x, ended - x.began)
-    if x.elements:
+    if x.elements and not x.aimed:
         add(&e.mailbox.counters.compared, 1)
         square = x.square * of_whole_model(e, x)
         add_double(&e.mailbox.counters.square, square)
@@ -427,10 +427,10 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
         return False
     p.number = (p.number + 1) & 0x3FFFFFFF
     total = generation(e).nchunks
-    x.first = next_first(e, total)
+    x.first, x.aimed = next_first(e, total), e.pairs.aimed > 0
     become(e, x, ASKED)
     x.active = True
     x.number = p.number
     p.asking = peer
-    send_window(e, peer, ASK, x.number, total, x.first, window_of(e, total))
+    send_window(e, peer, ASK, x, total, window_of(e, total))
     return True

@@ -36,7 +36,7 @@ from hvd_adpsgd.engine.mailbox cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT
 from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_answer, memory_compare, memory_elements,
                                       memory_fits, memory_leave_out, memory_merge, memory_merge_answer, memory_merge_half,
                                       memory_nbytes, memory_offer, memory_snapshot)
-from hvd_adpsgd.engine.windows cimport chunk_of, stands_for
+from hvd_adpsgd.engine.windows cimport chunk_of, note_distance, stands_for
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
 cdef struct Waits:          # whether an older chunk of the exchange still waits, for each kind of event
@@ -376,6 +376,7 @@ cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double be
     cdef Event event = [EVENT_MERGED, x.peer, lane.chunk, x.number, x.active, square, began, now(e), lane.nbytes, lane.step]
     x.square += square * stands_for(x, lane.index)
     x.elements += memory_elements(e.memory, lane.chunk)
+    note_distance(e, lane.chunk, square)
     add(&e.mailbox.counters.chunks, 1)
     add(&e.mailbox.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
     record(&e.mailbox, event)

@@ -498,6 +498,10 @@ cdef class Loop:
         pthread_mutex_unlock(&e.mailbox.gate)
         mark_next(e, <int>marks.shape[0], share, &marks[0])
 
+    def aim(self):
+        """Let a random half of the windows be where the models differ most; before start. See windows.pyx."""
+        self.core.pairs.coin = 2 * <uint64_t>self.core.wire.rank + 1
+
     def prefer_fast(self, double prefer):
         """Ask the fastest of the next peers of the schedule with probability `prefer`; before start."""
         if not open_speeds(&self.core.pairs, self.core.wire.rank, self.core.wire.size, prefer):

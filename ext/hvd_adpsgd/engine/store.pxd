@@ -45,6 +45,8 @@ cdef struct Chunk:
     uint8_t* steps          # of the next offer in few bits, by block; 0 where none is known. NULL: not allocated
     int64_t offers          # offers in few bits, or in 16 bits in their place
     int64_t left_out        # consecutive exchanges and means that could not average this chunk
+    double apart            # of the engine's thread: squared distance of the two models at the last exchange,
+    int64_t exchanged       # ... and how many exchanges had finished by then
     Live* live              # NULL: no peer reads this chunk in place
 
 cdef enum Compared:

@@ -11,15 +11,19 @@ rare ones:
 
 A window of at most a round, wherever it begins, has no chunk twice, and the exchange of a whole model is a
 round. Both sides know the same rounds, because they follow from the layout.
+
+Windows follow one another, so that each chunk has its turn. Where the trainer wants it (`aim`), a random half of the
+windows are aimed instead: at the places whose chunks are expected to differ most, by the squared distance at their
+last exchange times the exchanges since then. ASK says so, since aimed windows are no sample of the models' distance.
 """
 
 from libc.math cimport ceil
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc
 
 from hvd_adpsgd.engine.core cimport Core, Exchange, Generation, Pairs
 from hvd_adpsgd.engine.mailbox cimport load, store
-from hvd_adpsgd.engine.store cimport memory_elements
+from hvd_adpsgd.engine.store cimport Chunk, chunk_at, memory_elements
 
 
 cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1:
@@ -69,7 +73,13 @@ cdef int share_of(Core* e, int total, double share) noexcept nogil:
 cdef int next_first(Core* e, int total) noexcept nogil:
     """Return the place where our next window begins."""
     cdef Generation* layout = layout_of(e, total)
-    return <int>(load(&e.pairs.position) % max(1, <int64_t>layout.turn * layout.period))
+    cdef int64_t aimed = load(&e.pairs.aimed)
+    return <int>((aimed - 1 if aimed else load(&e.pairs.position)) % places_of(layout))
+
+
+cdef inline int64_t places_of(Generation* layout) noexcept nogil:
+    """Return the number of places of all rounds, at least 1."""
+    return max(1, <int64_t>layout.turn * layout.period)
 
 
 cdef void mark_next(Core* e, int total, double share, unsigned char* marks) noexcept nogil:
@@ -85,7 +95,7 @@ cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogi
     """Let an exchange move `window` chunks of `total`, from place x.first on."""
     x.layout = layout_of(e, total)
     x.total = total
-    x.first %= max(1, x.layout.turn * x.layout.period)
+    x.first %= <int>places_of(x.layout)
     x.nchunks = window
     x.whole = window == min(total, x.layout.turn)
 
@@ -134,7 +144,15 @@ cdef int64_t common(int64_t a, int64_t b) noexcept nogil:
     return max(1, a)
 
 
-cdef void move_on(Core* e, int total, int window) noexcept nogil:
+cdef void move_on(Core* e, int total, int window, bint aimed) noexcept nogil:
+    """Let our next window begin behind one of `window` chunks, unless that was aimed; or aim the next window."""
+    cdef Pairs* p = &e.pairs
+    if not aimed:
+        pass_by(e, total, window)
+    store(&p.aimed, 1 + most_distant(e, total, window) if p.coin and p.position > places_of(layout_of(e, total)) and tossed(p) else 0)
+
+
+cdef void pass_by(Core* e, int total, int window) noexcept nogil:
     """Let our next window begin behind one of `window` chunks, so that each chunk has its turn.
 
     When both the windows of all places and the schedule have begun anew, one window is skipped: else a peer
@@ -146,3 +164,43 @@ cdef void move_on(Core* e, int total, int window) noexcept nogil:
     cycle = max(1, length // common(length, cycle) * cycle)
     p.windows += 1
     store(&p.position, p.position + (window if p.windows % cycle else 2 * window))
+
+
+# ---- aimed windows ---------------------------------------------------------------------------
+
+cdef bint tossed(Pairs* p) noexcept nogil:
+    """Return True in a random half of all calls."""
+    p.coin = p.coin * <uint64_t>6364136223846793005 + <uint64_t>1442695040888963407
+    return p.coin >> 63
+
+
+cdef void note_distance(Core* e, int chunk, double square) noexcept nogil:
+    """Store the squared distance of the two models in a chunk that is being exchanged."""
+    cdef Chunk* c = chunk_at(e.memory, chunk)
+    c.apart, c.exchanged = square, e.mailbox.finished
+
+
+cdef double expected_at(Core* e, Generation* layout, int total, int64_t place) noexcept nogil:
+    """Return the squared distance that is expected at a place; 0 before the first exchange of its chunk.
+
+    The models come apart by random steps, so it grows with the exchanges since the last one of the chunk."""
+    cdef Exchange x
+    cdef Chunk* c
+    x.layout, x.total, x.first = layout, total, <int>(place % places_of(layout))
+    c = chunk_at(e.memory, chunk_of(&x, 0))
+    return c.apart * (1 + max(0, e.mailbox.finished - c.exchanged))
+
+
+cdef int64_t most_distant(Core* e, int total, int window) noexcept nogil:
+    """Return the place from which a window of `window` chunks has the largest expected distance."""
+    cdef Generation* layout = layout_of(e, total)
+    cdef int64_t place, best = 0
+    cdef double found = 0, most
+    for place in range(window):
+        found += expected_at(e, layout, total, place)
+    most = found
+    for place in range(1, places_of(layout)):
+        found += expected_at(e, layout, total, place + window - 1) - expected_at(e, layout, total, place - 1)
+        if found > most:
+            most, best = found, place
+    return best

@@ -68,13 +68,14 @@ cdef class Job(JobState):
         rare, rare_period: numbers of chunks that move in every `rare_period`th exchange only.
         prefer: the option prefer_fast_peers.
         every: steps between two copies of a chunk without a correction to the mirror.
+        aims: whether a random half of the windows are where models differ most.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
                   means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
                   bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
                   double reports_s=0.0, double exchange_share=1.0, local=None, rare=(), int rare_period=1,
-                  double prefer=0.0, int every=1):
+                  double prefer=0.0, int every=1, bint aims=False):
         self.network = network
         self.net = &network.net
         self.n = self.living = network.size
@@ -106,6 +107,7 @@ cdef class Job(JobState):
         self.exchange_share = exchange_share
         self.prefer = prefer
         self.every, self.moved = every, {}
+        self.aims = aims
         self.rare, self.rare_period = set(rare), rare_period
         self.story = [] if trace else None
         self.timeline = [] if trace else None

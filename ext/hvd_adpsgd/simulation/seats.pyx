@@ -41,6 +41,8 @@ cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) ex
         job.followers.append(job.followers[before])
     job.lay_out(loop, job.nchunks, 17)
     loop.move_share(job.exchange_share)
+    if job.aims:
+        loop.aim()
     if job.prefer > 0:
         loop.prefer_fast(job.prefer)
     if job.reports_s > 0:

@@ -140,6 +140,7 @@ cdef class JobState:
     cdef double reports_s       # 0: no reports
     cdef double exchange_share
     cdef double prefer          # probability with which an engine asks the fastest of the next peers
+    cdef bint aims              # a random half of the windows are where models differ most
     cdef int every              # steps between two copies of a chunk without a correction to the mirror
     cdef dict moved             # [process]: by step, the sum of its updates so far, for checks of the mirror
     cdef set rare               # numbers of the chunks that are in every `rare_period`th exchange only
