@@ -73,7 +73,7 @@ class StepRecord:
 
 
 class _Part:
-    """The block of StepRecord.part: a class, as a generator takes three more calls in each of a step's parts."""
+    """The block of StepRecord.part: no generator, which takes three more calls in each of them."""
 
     __slots__ = ("_began", "_mark", "_name", "_record", "_step")
 

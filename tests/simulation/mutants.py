@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "the passive side begins at another chunk than the active side",
         "exchange.pyx",
-        "    x.first = m.first\n",
-        "",
+        "x.number, x.first, x.aimed = m.exchange, m.first, m.aimed",
+        "x.number, x.aimed = m.exchange, m.aimed",
     ),
     Mutant(
         "a lane has one shared buffer, not two",

@@ -16,8 +16,9 @@ WINDOWS = 80
 
 def windows_of(aims: bool) -> tuple[list[int], dict, dict]:
     """The first of two engines asks: the chunks of its windows; its counters, and the other one's."""
-    asks, answers = pair = [Member(rank, ELEMENTS) for rank in (0, 1)]
-    chunks, moved = asks.chunks, []
+    pair = [Member(rank, ELEMENTS) for rank in (0, 1)]
+    asks, moved = pair[0], []
+    chunks = asks.chunks
     for member in pair:
         member.loop.move_share(1 / chunks)
         if aims:

@@ -1,7 +1,7 @@
 """An engine that sleeps is woken by what is sent to it.
 
-Nothing here measures time: a test sleeps in the place of the engine, on its doorbell or in its wire. tests/mpi/test_engine.py
-looks whether engines sleep on doorbells, over MPI.
+Nothing here measures time: a test sleeps in the place of the engine, on its doorbell or in its wire.
+tests/mpi/test_engine.py looks whether engines sleep on doorbells, over MPI.
 """
 
 from __future__ import annotations
