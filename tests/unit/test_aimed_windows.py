@@ -16,7 +16,7 @@ WINDOWS = 80
 
 def windows_of(aims: bool) -> tuple[list[int], dict, dict]:
     """The first of two engines asks: the chunks of its windows; its counters, and the other one's."""
-    pair = [Member(rank, ELEMENTS) for rank in (0, 1)]
+    pair = [Member(rank, ELEMENTS, rate=0.0) for rank in (0, 1)]
     asks, moved = pair[0], []
     chunks = asks.chunks
     for member in pair:
@@ -33,9 +33,8 @@ def windows_of(aims: bool) -> tuple[list[int], dict, dict]:
         marks = np.zeros(chunks, np.uint8)
         asks.loop.mark_next(marks)
         moved += np.flatnonzero(marks).tolist()
-        before = asks.loop.counters()["exchanges_active"]
         asks.loop.ask(1)
-        while asks.loop.counters()["exchanges_active"] == before:
+        while asks.loop.finished() < len(moved):
             connect_all(pair)
             assert time.monotonic() < ends, asks.loop.view()
     for member in pair:
