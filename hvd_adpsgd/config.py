@@ -196,7 +196,7 @@ class Config:
         1.0,
         float,
         "of the model",
-        "share of the model that an exchange moves: that many of its chunks, in turn; auto: chosen by "
+        "share of the model that an exchange moves: that many of its chunks; auto: chosen by "
         "max_overhead",
         low=0,
         low_open=True,
@@ -350,7 +350,7 @@ class Config:
         str,
         "",
         "a model with NaN or infinity: raise NonFiniteModelError, or train on without averaging; on a GPU "
-        "a step later, on a CPU with a small share up to 4",
+        "a step later, on a CPU with a small share up to 8",
         choices=("raise", "skip"),
     )
     chunk_kib: int = _option(

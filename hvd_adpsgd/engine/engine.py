@@ -227,9 +227,8 @@ class Engine:
             outbox = OutboxShape(Loop.shared_nbytes(chunk_nbytes), Loop.doorbell_at(chunk_nbytes))
             near = Neighbours(outbox, self._outer.Get_rank(), gather, self.memory.shown)
             loop.share(near.own, near.outboxes)
-            if (
-                self._connections is None
-            ):  # else the thread sleeps until a socket has something to read
+            # over TCP the thread sleeps until a socket has something to read
+            if self._connections is None:
                 loop.hear(near.doorbell, near.doorbells)
             loop.show(near.models, near.areas)
             self._neighbours = near

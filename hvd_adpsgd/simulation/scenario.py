@@ -489,7 +489,7 @@ def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
     if s.seed >= _OLD and c.happens(0.2):
         s = dataclasses.replace(s, wire=c.choose(("int8", "int4")))
-    if s.seed >= _RECENT and s.share < 1 and gossips and c.happens(0.5):
+    if s.seed >= _RECENT and s.share < 1 and c.happens(0.5):
         s = dataclasses.replace(s, aims=True)
     return s
 

@@ -97,11 +97,12 @@ def test_memory_is_a_mirror_and_slots_on_leaders_and_none_elsewhere(
     assert leaders * (1 + slots) * mib < host <= most, said
 
 
-def test_an_idle_engine_sleeps_10_ms_between_turns() -> None:
+@pytest.mark.parametrize("wire", ["mpi", "tcp"])
+def test_an_idle_engine_sleeps_10_ms_between_turns(wire: str) -> None:
     """A hundred turns per second of some microseconds each, and some more for messages: less than a hundredth
     of a core. A busy machine makes turns longer, and never more.
     """
-    said = learners(2, "quiet.py", "--idle")
+    said = learners(2, "quiet.py", "--idle", "--wire", wire)
     assert all(facts["exchanges"] > 0 for facts in said)
     assert all(0 < facts["turns_per_s"] < 150 for facts in said), said
     assert all(facts["sleeps"] for facts in said), said

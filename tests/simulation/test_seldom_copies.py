@@ -37,8 +37,8 @@ def test_seeds_of_the_campaign_have_few_bits() -> None:
 
 
 def test_every_promise_holds_with_aimed_windows() -> None:
-    for seed in SEEDS:
-        run(replace(Scenario.random(seed), aims=True, share=0.25, max_staleness=0))
+    for seed in range(400):
+        run(replace(Scenario.random(seed), aims=True, share=0.25))
 
 
 def test_seeds_of_the_campaign_aim() -> None:

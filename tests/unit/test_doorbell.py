@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+import select
 import threading
 import time
 
@@ -107,8 +108,9 @@ def test_an_order_of_the_trainer_wakes_an_engine_that_sleeps_in_its_wire() -> No
     sleeper.join(DEADLINE_S)
     assert not sleeper.is_alive(), "the order has woken nobody"
     member.wire.progress()  # takes note of it
+    assert select.select([member.wire.fileno()], [], [], 0)[0] == [], "still woken by the order"
+    member.wire.sleep(10 * DEADLINE_S, heard=1)  # an order came before the sleep: none
     again = sleeping(member)
-    assert member.wire.sleeps, "woken by an old order"
     member.loop.offer(0, True)
     again.join(DEADLINE_S)
     assert not again.is_alive()

@@ -168,13 +168,16 @@ cdef struct Pairs:
     int asking              # peer of our unanswered ASK or active exchange, or NOBODY
     int serving             # peer of our passive exchange, or NOBODY
     int number              # number of our last ASK
-    int64_t windows         # how many of our ASKs were answered with YES; each moves one window of chunks
+    int64_t windows         # how many of our ASKs for windows in turn were answered with YES
     int64_t position        # where the next window begins, in places; modulo those of all rounds
     int64_t aimed           # place of the next window + 1 if that one is aimed, else 0
     uint64_t coin           # state of a random generator; 0: no window is aimed
+    int64_t places          # of the layout of the last window
+    int64_t aims_from       # value of `position` at which all of these have had their turn
     double busy_from        # since when an exchange has run without a break; 0: none runs
     double pace             # seconds per chunk of our link, by the last exchange; 0 before the first one
     double ask_after
+    bint nobody             # no peer could be asked when the last ask was due
     double retry_s
     # buffers
     char* spares[SPARES]

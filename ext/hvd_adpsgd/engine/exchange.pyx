@@ -176,7 +176,7 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
-    move_on(e, m.nchunks, m.window, x.aimed)
+    move_on(e, m.nchunks, x, m.window)
     begin(e, x, m.exchange, m.nchunks, m.window, True)
 
 
@@ -406,8 +406,13 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
 # ---- asking ------------------------------------------------------------------------------
 
 cdef bint due(Core* e, Orders* orders) noexcept nogil:
-    """Whether to ask a peer now: if the credit suffices, or if the trainer has named a peer to ask."""
-    if e.pairs.asking != NOBODY or not can_exchange(e, orders) or now(e) < e.pairs.ask_after:
+    """Whether to ask a peer now."""
+    return wants_to_ask(e, orders) and now(e) >= e.pairs.ask_after
+
+
+cdef bint wants_to_ask(Core* e, Orders* orders) noexcept nogil:
+    """Whether to ask a peer as soon as `ask_after` is over: the credit suffices, or the trainer has named a peer."""
+    if e.pairs.asking != NOBODY or not can_exchange(e, orders):
         return False
     if orders.wanted != NOBODY:
         return eligible(e, orders.wanted)
@@ -422,6 +427,7 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
         return False
     peer = peer if peer != NOBODY else choose(e)
     x = enlist(e, peer) if peer != NOBODY else NULL
+    p.nobody = x == NULL
     if x == NULL:
         p.ask_after = now(e) + RETRY_LAST_S
         return False

@@ -340,6 +340,7 @@ cdef void merge_in_few_bits(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 cdef void leave_out(Core* e, Lane* lane) noexcept nogil:
     memory_leave_out(e.memory, lane.chunk)
+    note_distance(e, lane.chunk, 0)
     add(&e.mailbox.counters.void_chunks, 1)
 
 

@@ -3,7 +3,7 @@
 """The averaging engine of one super learner: its thread, and the functions through which the trainer uses it.
 
 In each turn the thread polls the pairwise exchanges (exchange.pyx) and the mean of all models (mean.pyx), and
-advances them; the longer nothing happens, the longer it sleeps between turns. The engine's state is in
+advances them; then it sleeps until something wakes it, or for a time that grows. The engine's state is in
 core.pxd. A simulator takes the same turns (`turn`) with a wire and a clock of its own.
 """
 
@@ -16,7 +16,7 @@ from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owe
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, times_rung
-from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way
+from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way, wants_to_ask
 from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
 from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
@@ -65,7 +65,7 @@ cdef double RUNG_IDLE_SHARE = 0.5   # ... where all peers ring: only what the wi
 cdef double LULL_S = 0.2            # after so long without an event polls of exchanges are SLOW_POLL_S apart
 cdef double POLL_FIRST_S = 5e-6     # shortest sleep while an exchange runs
 cdef double POLL_LAST_S = 50e-6     # longest sleep while an exchange runs; half of a chunk's time if longer
-cdef double SLOW_POLL_S = 1e-3      # bound of half a chunk's time; also the sleep if peers ring the doorbell
+cdef double SLOW_POLL_S = 1e-3      # bound of half a chunk's time; also the sleep of an exchange that is woken
 cdef double RING_FROM_S = 30e-6     # no ring ends a shorter sleep: waking the thread costs about as much
 
 
@@ -190,11 +190,15 @@ cdef double longest_poll(Core* e, Rhythm* r, double lull) noexcept nogil:
 
 
 cdef double idle_pause(Core* e, Rhythm* r, double t) noexcept nogil:
-    """Return the pause of an idle engine, in seconds: until it may ask again, where the wire wakes it."""
+    """Return the pause of an idle engine, in seconds.
+
+    Where the wire wakes it, only time ends the pause after a NO; if no peer could be asked, an event has to come."""
     cdef double grows = RUNG_IDLE_SHARE if e.pairs.all_ring else IDLE_SHARE
     if e.wire.wait == NULL:
         return min(max(grows * (t - r.moved), IDLE_S), LONG_IDLE_S)
-    return min(max(e.pairs.ask_after - t, IDLE_S), LONG_IDLE_S) if t < e.pairs.ask_after else LONG_IDLE_S
+    if e.pairs.nobody or not wants_to_ask(e, &e.mailbox.orders):
+        return LONG_IDLE_S
+    return min(max(e.pairs.ask_after - t, IDLE_S), LONG_IDLE_S)
 
 
 cdef Rest turn(Core* e, Rhythm* r) noexcept nogil:
@@ -250,8 +254,8 @@ cdef void* engine_main(void* argument) noexcept nogil:
     prctl_name(PR_SET_NAME, b"adpsgd-engine")
     begin_turns(e, &rhythm)
     while rest != OVER and e.mailbox.fault != FAULT_MPI and not load(&e.mailbox.halted):
-        make_inspection(e)
         heard = times_rung(e.mailbox.doorbell)
+        make_inspection(e)
         rest = turn(e, &rhythm)
         if e.wire.wait != NULL and (rest == SLEEP or rest == POLL and rhythm.woken):
             e.wire.wait(e.wire, e.mailbox.doorbell, heard, rhythm.pause_s)

@@ -81,7 +81,7 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     int64_t void_chunks
     int64_t malformed       # control and agreement messages that no engine sends, ignored
     int64_t malformed_from  # peer that sent the last malformed message
-    int64_t compared        # exchanges in which at least one chunk was merged
+    int64_t compared        # exchanges in turn (windows.pyx) in which at least one chunk was merged
     int64_t chunks
     int64_t bytes_sent
     int64_t bytes_received
@@ -111,8 +111,8 @@ cdef struct Orders:         # what the trainer wants
 
 cdef struct Mailbox:
     pthread_mutex_t gate    # protects `given`
-    Doorbell* doorbell      # wakes the thread: rung by the trainer, and by peers that share memory
-    Doorbell own_doorbell   # the doorbell, if no peer shares memory
+    Doorbell* doorbell      # wakes the thread: rung by the trainer, and over MPI by peers that share memory
+    Doorbell own_doorbell   # the doorbell, if no peer rings it
     Orders given            # newest orders: the trainer changes them at any time; the thread takes credit
     Orders orders           # the thread's copy of `given`, made at the beginning of its poll
     double rate             # exchanges that become due per step

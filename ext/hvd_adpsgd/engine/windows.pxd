@@ -9,6 +9,6 @@ cdef void open_window(Core* e, Exchange* x, int total, int window) noexcept nogi
 cdef int chunk_of(Exchange* x, int index) noexcept nogil
 cdef double stands_for(Exchange* x, int index) noexcept nogil
 cdef double turn_elements(Core* e, Exchange* x) noexcept nogil
-cdef void move_on(Core* e, int total, int window, bint aimed) noexcept nogil
+cdef void move_on(Core* e, int total, Exchange* x, int window) noexcept nogil
 cdef void note_distance(Core* e, int chunk, double square) noexcept nogil
 cdef Generation* layout_of(Core* e, int total) noexcept nogil

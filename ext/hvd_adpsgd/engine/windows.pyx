@@ -13,8 +13,8 @@ A window of at most a round, wherever it begins, has no chunk twice, and the exc
 round. Both sides know the same rounds, because they follow from the layout.
 
 Windows follow one another, so that each chunk has its turn. Where the trainer wants it (`aim`), a random half of the
-windows are aimed instead: at the places whose chunks are expected to differ most, by the squared distance at their
-last exchange times the exchanges since then. ASK says so, since aimed windows are no sample of the models' distance.
+windows are aimed instead, at the places whose chunks have the highest scores: the squared distance at their last
+exchange times (one + the exchanges since then). ASK says so, since aimed windows are no sample of the models' distance.
 """
 
 from libc.math cimport ceil
@@ -144,12 +144,19 @@ cdef int64_t common(int64_t a, int64_t b) noexcept nogil:
     return max(1, a)
 
 
-cdef void move_on(Core* e, int total, int window, bint aimed) noexcept nogil:
-    """Let our next window begin behind one of `window` chunks, unless that was aimed; or aim the next window."""
+cdef void move_on(Core* e, int total, Exchange* x, int window) noexcept nogil:
+    """After YES to a window: let our next one begin behind it, unless it is aimed; or aim the next one."""
     cdef Pairs* p = &e.pairs
-    if not aimed:
+    cdef int i
+    if not x.aimed:
         pass_by(e, total, window)
-    store(&p.aimed, 1 + most_distant(e, total, window) if p.coin and p.position > places_of(layout_of(e, total)) and tossed(p) else 0)
+    if not p.coin or not may_aim(e, total, window) or not tossed(p):
+        store(&p.aimed, 0)
+        return
+    open_window(e, x, total, window)
+    for i in range(window):
+        note_distance(e, chunk_of(x, i), 0)     # they are exchanged now
+    store(&p.aimed, 1 + most_distant(e, total, window))
 
 
 cdef void pass_by(Core* e, int total, int window) noexcept nogil:
@@ -180,10 +187,20 @@ cdef void note_distance(Core* e, int chunk, double square) noexcept nogil:
     c.apart, c.exchanged = square, e.mailbox.finished
 
 
-cdef double expected_at(Core* e, Generation* layout, int total, int64_t place) noexcept nogil:
-    """Return the squared distance that is expected at a place; 0 before the first exchange of its chunk.
+cdef bint may_aim(Core* e, int total, int window) noexcept nogil:
+    """Whether windows are parts of the model, and each place of this layout has had its turn.
 
-    The models come apart by random steps, so it grows with the exchanges since the last one of the chunk."""
+    A chunk that was never exchanged would count as equal."""
+    cdef Generation* layout = layout_of(e, total)
+    cdef Pairs* p = &e.pairs
+    if p.places != places_of(layout):
+        p.places = places_of(layout)
+        p.aims_from = p.position + p.places
+    return 0 < window < min(total, layout.turn) and p.position > p.aims_from
+
+
+cdef double score_at(Core* e, Generation* layout, int total, int64_t place) noexcept nogil:
+    """Return the score of the chunk at a place; 0 before its first exchange."""
     cdef Exchange x
     cdef Chunk* c
     x.layout, x.total, x.first = layout, total, <int>(place % places_of(layout))
@@ -192,15 +209,15 @@ cdef double expected_at(Core* e, Generation* layout, int total, int64_t place) n
 
 
 cdef int64_t most_distant(Core* e, int total, int window) noexcept nogil:
-    """Return the place from which a window of `window` chunks has the largest expected distance."""
+    """Return the place of this round from which a window of `window` chunks has the highest score."""
     cdef Generation* layout = layout_of(e, total)
-    cdef int64_t place, best = 0
+    cdef int64_t start = e.pairs.position // layout.turn * layout.turn, place, best = start
     cdef double found = 0, most
-    for place in range(window):
-        found += expected_at(e, layout, total, place)
+    for place in range(start, start + window):
+        found += score_at(e, layout, total, place)
     most = found
-    for place in range(1, places_of(layout)):
-        found += expected_at(e, layout, total, place + window - 1) - expected_at(e, layout, total, place - 1)
+    for place in range(start + 1, start + layout.turn):
+        found += score_at(e, layout, total, place + window - 1) - score_at(e, layout, total, place - 1)
         if found > most:
             most, best = found, place
     return best

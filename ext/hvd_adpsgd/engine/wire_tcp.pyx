@@ -922,11 +922,13 @@ cdef class TcpWire(AnyWire):
 
     # ---- without an engine; only one thread may call these at a time
 
-    def sleep(self, double seconds):
-        """Sleep as an idle engine does: until `progress` has something to do, or until an order of the trainer."""
+    def sleep(self, double seconds, uint32_t heard=0):
+        """Sleep as an idle engine does: until `progress` has something to do, or until an order of the trainer.
+
+        Not at all if `heard` is not 0, the number of rings of a doorbell that nobody rings."""
         cdef Doorbell silent = [0, 0]
         with nogil:
-            tcp_wait(&self.calls, &silent, 0, seconds)
+            tcp_wait(&self.calls, &silent, heard, seconds)
 
     @property
     def sleeps(self):

@@ -21,6 +21,7 @@ from torch import nn
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.inner import backend
 
@@ -212,7 +213,7 @@ def not_finite() -> None:
 
 
 def not_finite_in_turn() -> None:
-    """With small shares steps look at a part of the model each: at all of it within 4."""
+    """With small shares steps look at a part of the model each: at all of it within LOOKS."""
     model = linear()
     with training(model, exchange_share=1 / 16) as optimizer:
         if hvd.super_rank() == 0:
@@ -661,14 +662,14 @@ CASES: dict[str, Any] = {
 ALONE = {f.__name__: f for f in (moved, reshaped, other_group_elsewhere)}
 
 
-def skip(case: str = "skip", share: float = 1.0) -> None:
+def skip(case: str = "skip", share: float = 1.0, steps: int = 6) -> None:
     """Super learner 0 trains on alone while its model is not finite; super learner 1 stays whole."""
     model = linear()
     with training(model, exchange_share=share) as optimizer:
         if hvd.super_rank() == 0:
             good = [p.detach().clone() for p in model.parameters()]
             step(model, optimizer, float("inf"))
-            for _ in range(5):
+            for _ in range(steps - 1):
                 step(model, optimizer)
             with torch.no_grad():
                 for p, kept in zip(model.parameters(), good, strict=True):
@@ -734,7 +735,7 @@ def main() -> None:
     say(case="group_after_shutdown", **outcome(lambda: optimizer.add_param_group(group)))
     wrapped_again(model)
     skip()
-    skip("skip in turn", 1 / 16)
+    skip("skip in turn", 1 / 16, 3 * LOOKS)
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1))
     for name, case in ALONE.items():

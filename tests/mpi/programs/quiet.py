@@ -1,6 +1,6 @@
 """An engine by hand, for tests of one property each: --idle, --stale S, --grow, --elsewhere.
 
-idle: turns of the thread per second while nobody offers, and whether it sleeps on its doorbell.
+idle: turns of the thread per second while nobody offers, whether it sleeps on its doorbell or in its wire.
 stale: trains with max_staleness S while a big model keeps exchanges long; gives the staleness. With --until U
     it trains until a correction was staler than U steps.
 grow: tensors are added while exchanges run; gives the error of the mean.
@@ -12,6 +12,7 @@ import ctypes
 import json
 import platform
 import time
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--grow", action="store_true")
     parser.add_argument("--elsewhere", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--wire", default="mpi")
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
     args = parser.parse_args()
     run = Run(args)
@@ -51,13 +53,19 @@ def main() -> None:
         out.write(("\n@learner " + json.dumps({"rank": run.comm.rank, **said}) + "\n").encode())
 
 
+def seen(condition: Callable[[], bool]) -> bool:
+    """Whether it holds at some moment of the next DEADLINE_S."""
+    ends = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > ends:
+            return False
+    return True
+
+
 def woken(doorbell: int) -> bool:
-    """Whether a thread sleeps on the doorbell at this address, in the next DEADLINE_S: it is woken."""
-    libc, ends = ctypes.CDLL(None), time.monotonic() + DEADLINE_S
-    while time.monotonic() < ends:
-        if libc.syscall(SYS_FUTEX, ctypes.c_void_p(doorbell), FUTEX_WAKE, 1, None, None, 0) == 1:
-            return True
-    return False
+    """Whether a thread sleeps on the doorbell at this address: it is woken."""
+    address = ctypes.c_void_p(doorbell)
+    return ctypes.CDLL(None).syscall(SYS_FUTEX, address, FUTEX_WAKE, 1, None, None, 0) == 1
 
 
 class Run:
@@ -79,6 +87,7 @@ class Run:
                 max_staleness=args.stale,
                 deadline_s=DEADLINE_S,  # nobody waits longer for a correction, bound or not
                 same_host="mpi" if args.no_share else "memory",
+                wire=args.wire,
             ),
         )
         self.models: list[np.ndarray] = []
@@ -111,7 +120,10 @@ class Run:
         began, before = time.monotonic(), self.turns()
         time.sleep(2.0)  # the span that is measured
         rate = (self.turns() - before) / (time.monotonic() - began)
-        sleeps = woken(self.engine._neighbours.doorbell)
+        if self.args.wire == "tcp":
+            sleeps = seen(lambda: self.engine._connections.wire.sleeps)
+        else:
+            sleeps = seen(lambda: woken(self.engine._neighbours.doorbell))
         return {
             "turns_per_s": rate,
             "exchanges": self.engine.metrics()["exchanges"],
