@@ -149,8 +149,13 @@ def draw(result: Mapping[Cell, dict[str, Any]], path: Path) -> None:
     for axis, model in zip(axes[0], models, strict=False):
         _panel(axis, {cell: one for cell, one in result.items() if cell[1] == model}, model)
     axes[0][0].set_ylabel("steps/s relative to averaging off")
-    handles, labels = axes[0][-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    named = {}  # a model may lack some exchanges
+    for axis in axes[0]:
+        handles, labels = axis.get_legend_handles_labels()
+        named.update(zip(labels, handles, strict=True))
+    figure.legend(
+        named.values(), named.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
