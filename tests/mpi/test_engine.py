@@ -42,7 +42,7 @@ def run_mean(n: int, *args: object) -> dict[str, Any]:
         (3, "random_ring", "bfloat16", SHARED, 3),
         (4, "random_pairs:seed=4", None, SENT, 4),
         pytest.param(4, "fixed_ring", "bfloat16", SENT, 5, marks=pytest.mark.extended),
-        (5, "random_pairs", "float16", SHARED, 6),
+        pytest.param(5, "random_pairs", "float16", SHARED, 6, marks=pytest.mark.extended),
         pytest.param(8, "random_ring:seed=7", None, SHARED, 7, marks=pytest.mark.extended),
     ],
 )

@@ -273,7 +273,9 @@ def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works(tmp_
     assert [facts["after"] for facts in result.by_rank()] == [3.0] * 3
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, pytest.param(17, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "n", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.extended) for n in (5, 17))]
+)
 def test_collectives_against_numpy(n: int) -> None:
     """Both ways to reduce, gather and broadcast; as messages, and through the memory of one or more hosts.
 

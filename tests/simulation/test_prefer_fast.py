@@ -81,7 +81,7 @@ def test_slow_links_are_used_as_rarely_as_in_theory_and_still_used() -> None:
     "links",
     [
         {"slow_links": 0.25, "slow_links_factor": 10.0},  # NetMax's setting
-        {"slow_links": 0.25, "slow_links_factor": 30.0},
+        pytest.param({"slow_links": 0.25, "slow_links_factor": 30.0}, marks=pytest.mark.extended),
         {"slow_links": 0.0, "racks": 2, "racks_factor": 10.0},
     ],
 )
