@@ -41,14 +41,16 @@ def test_shares_and_links_that_change_break_no_promise(first: int) -> None:
     assert met > 500
 
 
-def steered(**changes: object) -> tuple[Job, Steering]:
+def steered(joins: int = 0, **changes: object) -> tuple[Job, Steering]:
     """Eight super learners of 2.5 M parameters, whose steps differ by a third, at 10 Gb/s."""
     calibration = Calibration(2e-10, 1e-9)  # an exchange of the whole model costs a tenth of a step
     cluster = Cluster(8, 2.5e6, 0.1, GB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND, spread=0.3)
     cluster = replace(cluster, calibration=calibration, **changes)  # type: ignore[arg-type]
     draw = np.random.default_rng(0)
     models = [draw.standard_normal((cluster.chunks, 8)) for _ in range(8)]
-    job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
+    scale = cluster.model_nbytes / models[0].nbytes
+    joining = (lambda *_: np.zeros_like(models[0])) if joins else None
+    job = job_of(cluster, models, bytes_scale=scale, joining=joining, most=max(1, joins))
     assert isinstance(job.steer, Steering)
     return job, job.steer
 
@@ -112,6 +114,18 @@ def test_a_straggler_and_failures() -> None:
         mean([choice.overhead for choice in between(steering, 70, 120) if choice.engine == 0])
         < BOUND
     )
+
+
+def test_one_joins_in_place_of_one_that_has_failed() -> None:
+    """All have new engines then, which take the shares that the old ones had."""
+    job, steering = steered(joins=1)
+    job.strike(30, "crash", 1)
+    job.strike(50, "join", 8)
+    job.run_for(120)
+    before, late = between(steering, 15, 30), between(steering, 60, 120)
+    assert len({choice.engine for choice in late}) == 8
+    assert {choice.engine for choice in late}.isdisjoint(choice.engine for choice in before)
+    assert settled(before) / 1.5 < settled(late) < 1.5 * settled(before)
 
 
 def test_few_exchanges_and_the_same_run_again() -> None:
