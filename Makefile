@@ -12,7 +12,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check
 TORCH  ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 LOCK   := $(if $(shell command -v flock),exec 9>.venv.lock; flock -n 9 || { echo "== waiting for another make"; flock 9; };)
 QUIET  := $(if $(MAKE_TERMOUT),,--quiet)
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST ?= $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 DIST   ?= dist

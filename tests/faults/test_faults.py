@@ -83,7 +83,6 @@ PLACES = (
 )
 
 CASES = [
-    ("sigkill", "asking", "any"),
     ("sigkill", "answering", "rank0"),
     ("sigkill", "inner_allreduce", "follower"),
     ("sigkill", "shutdown", "whole_node"),
@@ -92,6 +91,7 @@ CASES = [
     ("sigstop", "inner_allreduce", "leader"),
 ]
 EXTENDED = [
+    ("sigkill", "asking", "any"),
     ("segfault", "between_steps", "all_but_one"),
     ("exception", "inner_allreduce", "leader0"),
     ("os_exit1", "between_steps", "two"),
