@@ -502,8 +502,9 @@ def theoretical_decay(n: int, share: float = 1.0) -> tuple[float, float] | None:
     Returns two bounds, with d = n / (2 (n - 1)): d if every pair exchanges at its own times (a Poisson
     process), and -log(1 - d) if all exchange at once in perfect matchings. One exchange per step is between.
 
-    If an exchange moves a share of the chunks, each chunk takes part in that share of the exchanges, so both
-    bounds are `share` times as large: a byte sent reduces the distance as much as with whole exchanges.
+    If an exchange moves a share of the chunks, each in turn, each chunk takes part in that share of the
+    exchanges, so both bounds are `share` times as large: a byte sent reduces the distance as much as with
+    whole exchanges. With aimed windows (windows.pyx) simulations stay between the bounds, too.
 
     Source: Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
     """

@@ -47,7 +47,7 @@ cdef struct Message:
     int first               # in ASK: first place of the exchange's window, see windows.pyx
     int generation
     int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
-    int aimed               # in ASK: 1 if the window is one that differs most, see windows.pyx
+    int aimed               # in ASK and YES: 1 if the window is aimed (windows.pyx), else 0
     uint64_t fingerprint
     double weight
     int64_t round
@@ -125,7 +125,7 @@ cdef struct Exchange:
     Generation* layout      # names the chunks of places
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
-    bint aimed              # its window is no sample of the model, but the one that differs most
+    bint aimed              # its window is aimed, see windows.pyx
     bint whole              # the two sides agreed on a whole exchange
     int next                # the first chunk that is not yet begun; counts from `first`
     int done

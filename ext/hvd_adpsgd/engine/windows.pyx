@@ -13,8 +13,10 @@ A window of at most a round, wherever it begins, has no chunk twice, and the exc
 round. Both sides know the same rounds, because they follow from the layout.
 
 Windows follow one another, so that each chunk has its turn. Where the trainer wants it (`aim`), a random half of the
-windows are aimed instead, at the places whose chunks have the highest scores: the squared distance at their last
-exchange times (one + the exchanges since then). ASK says so, since aimed windows are no sample of the models' distance.
+windows are aimed instead: they begin where the sum of the chunks' scores is largest. The score of a chunk is the
+squared distance d of the two models at its last exchange, times 1 + k, with k exchanges since then: d (1 + k). ASK marks
+aimed windows, and both sides leave them out of their estimate of the consensus distance, because they are not a sample
+of the model.
 """
 
 from libc.math cimport ceil
@@ -166,7 +168,7 @@ cdef void pass_by(Core* e, int total, int window) noexcept nogil:
     could always get the same chunks."""
     cdef Generation* layout = layout_of(e, total)
     cdef Pairs* p = &e.pairs
-    cdef int64_t places = <int64_t>layout.turn * layout.period, length = max(1, p.schedule_length)
+    cdef int64_t places = places_of(layout), length = max(1, p.schedule_length)
     cdef int64_t cycle = places // common(places, window)
     cycle = max(1, length // common(length, cycle) * cycle)
     p.windows += 1
