@@ -270,8 +270,8 @@ class Config:
         str,
         "",
         "format of models in messages: 16 bits, or differences in 8 or 4 bits between hosts; None: the "
-        "model's own",
-        choices=("float16", "bfloat16", "int8", "int4"),
+        "model's own; auto, with exchange_share=auto: as few bits as the link demands",
+        choices=("float16", "bfloat16", "int8", "int4", "auto"),
         optional=True,
     )
     moments: str | None = _option(
@@ -510,6 +510,11 @@ class Config:
     def chooses_share(self) -> bool:
         """Whether each super learner chooses the share of its exchanges (exchange_share="auto")."""
         return isinstance(self.exchange_share, str)
+
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether each super learner chooses the bits of its exchanges, too (wire_dtype="auto")."""
+        return self.wire_dtype == "auto"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:

@@ -28,9 +28,17 @@ class Member:
         elements: of the model.
         period: every other chunk moves in one of so many exchanges.
         rate: exchanges per step for which it asks by itself.
+        wire: code of the wire's format; -1: the model's own.
     """
 
-    def __init__(self, rank: int, elements: int = ELEMENTS, period: int = 1, rate: float = 1.0):
+    def __init__(
+        self,
+        rank: int,
+        elements: int = ELEMENTS,
+        period: int = 1,
+        rate: float = 1.0,
+        wire: int = -1,
+    ):
         self.rank = rank
         self.news, self._news = os.pipe2(os.O_NONBLOCK)
         self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
@@ -40,7 +48,7 @@ class Member:
         self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
         schedule = np.array([1 - rank], np.int32)
         self.loop = Loop(
-            *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, rate, -1, False),
+            *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, rate, wire, False),
             *(0.2, 0.5, CHUNK_NBYTES, False),
         )
         rare = range(1, self.chunks, 2) if period > 1 else ()

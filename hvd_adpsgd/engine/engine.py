@@ -365,11 +365,19 @@ class Engine:
         if self.loop is not None:
             self.loop.pause(False)
 
-    def move_share(self, share: float) -> None:
-        """Let the next exchanges move this share of the model, at most: the peer may want a smaller one."""
+    def move_share(self, share: float, bits: int = 0) -> None:
+        """Let the next exchanges move this share of the model, at most: the peer may want a smaller one.
+
+        Args:
+            share: in (0, 1].
+            bits: with wire_dtype="auto", their bits per element between hosts: 0 (all), 8 or 4. The peer may
+                want fewer.
+        """
         self._moves(share)
         if (loop := self.loop) is not None:
             loop.move_share(share)
+            if self.config.chooses_bits:
+                loop.use_bits(bits)
 
     def mark_next(self, marks: NDArray[np.uint8]) -> None:
         """Set to 1 the marks of the chunks of the next exchange for which the engine asks."""

@@ -169,8 +169,13 @@ class Cluster:
             )
         if self.wire not in WIRES:
             raise ConfigError(
-                f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16, bfloat16, int8 "
-                "and int4. Leave it out to send the parameters as they are."
+                f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16, bfloat16, int8, "
+                "int4 and auto. Leave it out to send the parameters as they are."
+            )
+        if self.wire == "auto" and not self.max_overhead:
+            raise ConfigError(
+                "a cluster: wire (--wire) is 'auto', and share (--share) is given: bits are chosen together "
+                "with the share. Set --share auto too, or --wire int8."
             )
         smallest = FLOOR if self.max_overhead else self.share
         object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / smallest)))
@@ -401,7 +406,7 @@ def job_of(
     if c.max_overhead:
         chunks = len(models[0])
         chunk_s = c.averaging_chunk_s * c.chunks / chunks
-        job.steer = Steering(c.max_overhead, c.rate, chunks, chunk_s)
+        job.steer = Steering(c.max_overhead, c.rate, chunks, chunk_s, c.wire == "auto")
     _add(job, c, models, rounds is not None and rounds.peers is not None)
     if joining is not None:
         plans = functools.partial(member_plans, c.strategy)

@@ -55,19 +55,15 @@ STRATEGIES = (
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
 # faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
-_RARE = ("suspect", "join", "break", "link", "share")
+_RARE = ("suspect", "join", "break", "link", "share", "bits")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-_OLDEST, _OLDER, _OLD, _RECENT = (
-    1000,
-    2000,
-    3000,
-    4000,
-)  # seeds below have the scenarios that earlier versions drew
+# seeds below have the scenarios that earlier versions drew
+_OLDEST, _OLDER, _OLD, _RECENT, _NEW = 1000, 2000, 3000, 4000, 5000
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = {"float32": 0, "float64": 1, "float16": 3}
-WIRES = {"": -1, "bfloat16": 2, "float16": 3, "int8": 4, "int4": 5}
+WIRES = {"": -1, "bfloat16": 2, "float16": 3, "int8": 4, "int4": 5, "auto": 6}
 Table = list[tuple[int, int]]
 Engaged = tuple[list[int], float, Table | None]
 LONGEST_S = 200.0  # longest run, in virtual time
@@ -104,6 +100,7 @@ VALUES: dict[str, Bound] = {
     "slow": (1e-3, 1e6),
     "link": BOUNDS["bytes_per_s"],
     "share": BOUNDS["share"],
+    "bits": (0.0, 8.0),
 }
 LEARNERS: Bound = (1, 4096)
 REPLAYED = "Pass what `simulate` has printed, or correct it."
@@ -122,7 +119,7 @@ class Fault:
             on the same side as `who`.
         value: for stop, cut, sever, partition and break: seconds; for slow: how many times slower; for link:
             bytes per second from then on; for share: the share of the model that its exchanges move from then
-            on.
+            on; for bits: their bits per element, if wire is "auto": 0 (all), 8 or 4.
     """
 
     at_s: float
@@ -139,6 +136,8 @@ class Fault:
             return (self.peers, self.value)
         if self.kind == "suspect":
             return self.peers
+        if self.kind == "bits":
+            return (int(self.value),)
         return (self.value,) if self.kind in ("stop", "slow", "link", "share") else ()
 
 
@@ -230,6 +229,8 @@ class Scenario:
             in_bounds(f"scenario: learner {i}", learner, LEARNER_BOUNDS, REPLAYED)
         for i, fault in enumerate(self.faults):
             _check_fault(f"scenario: fault {i}", fault, self.processes)
+            if fault.kind == "bits":
+                _check_bits(f"scenario: fault {i}", fault, self.wire)
         for host in self.hosts:
             in_bound("scenario: a host", host, (0, 10**6), REPLAYED)
         if self.hosts:
@@ -383,6 +384,14 @@ def _check_fault(where: str, fault: Fault, n: int) -> None:
         in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), REPLAYED)
 
 
+def _check_bits(where: str, fault: Fault, wire: str) -> None:
+    if fault.value not in (0, 4, 8) or wire != "auto":
+        raise ConfigError(
+            f"{where}: bits {fault.value:g} with wire {wire!r}, allowed are 0, 4 and 8 with wire 'auto'. "
+            f"{REPLAYED}"
+        )
+
+
 # ---- drawing ------------------------------------------------------------------------------------
 
 
@@ -491,7 +500,19 @@ def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, wire=c.choose(("int8", "int4")))
     if s.seed >= _RECENT and s.share < 1 and c.happens(0.5):
         s = dataclasses.replace(s, aims=True)
-    return s
+    return _with_bits(s, c) if s.seed >= _NEW and c.happens(0.2) else s
+
+
+def _with_bits(s: Scenario, c: Chance) -> Scenario:
+    """Let super learners choose bits of their exchanges, each at its own times."""
+    until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
+    faults = [
+        Fault(
+            c.between(0, until_s), "bits", c.integer(0, s.size - 1), (), c.choose((0.0, 4.0, 8.0))
+        )
+        for _ in range(2 * s.size)
+    ]
+    return dataclasses.replace(s, wire="auto", faults=(*s.faults, *faults))
 
 
 def _cut_short(s: Scenario, c: Chance) -> Scenario:

@@ -1,4 +1,4 @@
-"""The share of the model that simulated engines move, chosen as leaders do with `exchange_share="auto"`."""
+"""Share and bits of the exchanges of simulated engines, chosen as leaders do with `exchange_share="auto"`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _STEPS = 8  # between two looks
 
 
 class Choice(NamedTuple):
-    """What one engine has chosen: when, which share, and what it had measured (see ShareControl)."""
+    """What one engine has chosen: when, which share and bits, and what it had measured (see ShareControl)."""
 
     at_s: float
     engine: int
     share: float
+    bits: int
     overhead: float
     demand: float
 
@@ -35,13 +36,17 @@ class Steering:
         due: exchanges per step.
         chunks: chunks of the model.
         chunk_s: how long an engine works on one, s.
+        chooses_bits: whether bits are chosen, too.
 
     Attributes:
         choices: all choices so far.
     """
 
-    def __init__(self, bound: float, due: float, chunks: int, chunk_s: float):
+    def __init__(
+        self, bound: float, due: float, chunks: int, chunk_s: float, chooses_bits: bool = False
+    ):
         self._bound, self._due, self._chunks, self._chunk_s = bound, due, chunks, chunk_s
+        self._chooses_bits = chooses_bits
         self._controls: dict[int, ShareControl] = {}
         self._steps: Counter[int] = Counter()
         self.choices: list[Choice] = []
@@ -51,7 +56,11 @@ class Steering:
         self._steps[i] += 1
         if self._steps[i] % _STEPS:
             return
-        control = self._controls.setdefault(i, ShareControl(self._bound, self._due))
+        if i not in self._controls:
+            self._controls[i] = ShareControl(
+                self._bound, self._due, chooses_bits=self._chooses_bits
+            )
+        control = self._controls[i]
         made, c = control.decisions, job.loop_of(i).counters()
         share = control.decide(
             Spent(
@@ -67,5 +76,9 @@ class Steering:
             )
         )
         job.loop_of(i).move_share(share)
+        if self._chooses_bits:
+            job.loop_of(i).use_bits(control.bits)
         if control.decisions > made:
-            self.choices.append(Choice(job.now_s, i, share, control.overhead, control.demand))
+            self.choices.append(
+                Choice(job.now_s, i, share, control.bits, control.overhead, control.demand)
+            )

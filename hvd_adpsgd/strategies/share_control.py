@@ -1,8 +1,8 @@
-"""The law of `exchange_share="auto"`: how much of the model the next exchanges move.
+"""The law of `exchange_share="auto"`: how much of the model the next exchanges move, and in how many bits.
 
 Pure: it knows neither a clock nor an engine. A leader gives it totals of what its steps, its exchanges and
-its link have spent, and gets a share. The two sides of an exchange may want different shares; it moves the
-smaller one.
+its link have spent, and gets a share, and with `wire_dtype="auto"` bits per element. The two sides of an
+exchange may want different ones; it has the smaller share and the fewer bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hvd_adpsgd.config import FIRST_SHARE
 
-__all__ = ["FLOOR", "LINK", "ShareControl", "Spent"]
+__all__ = ["BYTES", "FLOOR", "LINK", "ShareControl", "Spent"]
 
 FLOOR = 1 / 256  # smallest share; an exchange moves at least one chunk
 LINK = 0.8  # most of the time in which exchanges may run
@@ -24,6 +24,10 @@ _BLIND = 4.0  # most halvings that no exchange has confirmed yet
 _MET = 0.5  # part of the due exchanges below which they wait for the link, not for one slow peer
 _MEETINGS, _DUE = 2, 16  # exchanges, and due exchanges, after which a decision is made
 _FAST, _SLOW = 1 / 8, 1 / 64  # weights of a new distance in its two averages
+# bytes of an exchange in so many bits per element, of those in float32; from all bits (0) to the fewest
+BYTES = {0: 1.0, 8: 0.27, 4: 0.15}
+_BITS = list(BYTES)
+_SPARE = 0.5  # part of the link's bound below which more bits have to stay
 
 
 class Spent(NamedTuple):
@@ -53,7 +57,7 @@ class Spent(NamedTuple):
 
 
 class ShareControl:
-    """Chooses the share so that neither the cost of averaging nor the use of the link exceeds its bound.
+    """Chooses share and bits so that neither the cost of averaging nor the use of the link exceeds its bound.
 
     With pressure = max(overhead / (b bound), demand / (b LINK)), e = -log2 of it, within [-2, 2],
 
@@ -66,20 +70,30 @@ class ShareControl:
     with which it began, so until one ends the share falls 16 times at most. It is at most 4 times what
     exchanges have moved: a peer that wants less decides for both.
 
+    Few bits lose less than a small share (docs/log/0425). So where the link holds the share down, or does not
+    carry the whole model, the next fewer bits are taken and the share stays: for the link's sake it falls at
+    4 bits only. More bits are taken again if the link would stay below half of its bound with them and does
+    not hold the share down: the share is 1, or the overhead is larger, as few bits cost more of the CPU.
+
     Args:
         bound: largest overhead, as a part of the time of steps.
         due: exchanges per step.
         share: the share to begin with.
+        chooses_bits: whether it chooses bits, too; else all exchanges have all bits.
 
     Attributes:
         share: the share of the next exchanges.
+        bits: their bits per element between hosts: 0 (all), 8 or 4.
         overhead, demand: as measured for the last decision; NaN before.
         budget: b of the last decision.
         decisions: number of decisions so far.
     """
 
-    def __init__(self, bound: float, due: float, share: float = FIRST_SHARE):
-        self._bound, self._due = bound, due
+    def __init__(
+        self, bound: float, due: float, share: float = FIRST_SHARE, chooses_bits: bool = False
+    ):
+        self._bound, self._due, self._chooses_bits = bound, due, chooses_bits
+        self.bits = 0
         self._level = math.log2(share)
         self.overhead = self.demand = math.nan
         self.budget = 0.75
@@ -120,7 +134,12 @@ class ShareControl:
         link = (now.link_s - before.link_s) / seconds
         self.demand = busy / met if met < _MET else min(busy, link)
         self._look(now.square - before.square, now.compared - before.compared)
-        self._move(self._pressure(), exchanges > 0)
+        cost, link = self.overhead / self._bound / self.budget, self.demand / LINK / self.budget
+        if self._chooses_bits and (bits := self._next_bits(cost, link)) != self.bits:
+            self.bits = bits
+            self.decisions += 1
+            return self.share
+        self._move(max(cost, link), exchanges > 0)
         moved = now.models - before.models
         if exchanges > 0 and moved > 0:
             most = math.log2(moved / exchanges) + _ABOVE
@@ -138,8 +157,19 @@ class ShareControl:
         self._slow += _SLOW * (level - self._slow)
         self.budget = 0.75 + min(max(self._fast - self._slow, -0.25), 0.25)
 
-    def _pressure(self) -> float:
-        return max(self.overhead / self._bound, self.demand / LINK) / self.budget
+    def _next_bits(self, cost: float, link: float) -> int:
+        """Return the bits of the next exchanges, at most one stage from those before."""
+        i, is_whole = _BITS.index(self.bits), self._level >= 0
+        most = 2.0 ** (_QUIET if is_whole else -_QUIET)
+        if link > max(cost, most) and i + 1 < len(_BITS):
+            return _BITS[i + 1]
+        if (
+            i
+            and (is_whole or cost > link)
+            and link * BYTES[_BITS[i - 1]] / BYTES[self.bits] < _SPARE
+        ):
+            return _BITS[i - 1]
+        return self.bits
 
     def _move(self, pressure: float, is_seen: bool) -> None:
         error = min(max(-math.log2(max(pressure, 1e-9)), -_MOST), _MOST)

@@ -254,7 +254,15 @@ def _is_named(pair: Any) -> bool:
 
 
 def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
-    """Raise ConfigError if wire_dtype is set with a mean of all models, which is summed in full precision."""
+    """Raise ConfigError if wire_dtype is set where it has no meaning.
+
+    It has none with a mean of all models, which is summed in full precision; "auto" none with a given share.
+    """
+    if config.chooses_bits and not config.chooses_share:
+        raise ConfigError(
+            f"wire_dtype=auto with exchange_share={config.exchange_share}: bits are chosen together with "
+            'the share. Set exchange_share="auto" too, or wire_dtype="int8".'
+        )
     plan = strategy.plan(world.super_rank, world.super_size)
     if plan.averages_all and plan.width == 0 and config.wire_dtype is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What exchanges cost a super learner, and how much of the model they move: exchange_share="auto"."""
+"""What exchanges cost a super learner, and how much they move: exchange_share="auto", wire_dtype="auto"."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cost_s(used: Used, cores: float, every: int = 1, longest: int = 1) -> float:
 
 
 class AutoShare:
-    """Chooses the share of the model that the exchanges of a learner's engine move, every few steps.
+    """Chooses the share of the model that a learner's engine exchanges, and the bits, every few steps.
 
     With shards each engine has a share of its own.
 
@@ -74,7 +74,9 @@ class AutoShare:
     def __init__(
         self, config: Config, learners: int, cpu_s: Callable[[], float] = time.process_time
     ):
-        self._control = ShareControl(config.max_overhead, config.exchanges_per_step)
+        self._control = ShareControl(
+            config.max_overhead, config.exchanges_per_step, chooses_bits=config.chooses_bits
+        )
         self._cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / learners)
         self._cpu_s = cpu_s
         self._engine: Engine | None = None
@@ -86,6 +88,11 @@ class AutoShare:
     def share(self) -> float:
         """The share of the next exchanges."""
         return self._control.share
+
+    @property
+    def bits(self) -> int:
+        """Their bits per element between hosts: 0 (all), 8 or 4."""
+        return self._control.bits
 
     @property
     def overhead(self) -> float:
@@ -100,7 +107,7 @@ class AutoShare:
         """Look at the counters, if it is time to, and let the next exchanges move another share."""
         if engine is not self._engine:  # also after an admission
             self._engine, self._used = engine, None
-            engine.move_share(self.share)
+            engine.move_share(self.share, self.bits)
         if self._was_long(counters.seconds):
             self._used = None
             self._control.restart()
@@ -147,4 +154,5 @@ class AutoShare:
             int(found["compared"]),
             found["square"],
         )
-        engine.move_share(self._control.decide(totals))
+        self._control.decide(totals)
+        engine.move_share(self.share, self.bits)

@@ -12,9 +12,11 @@ from hvd_adpsgd.lifecycle import state_dump
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
 
-__all__ = ["metrics", "metrics_of", "share_of"]
+__all__ = ["bits_of", "metrics", "metrics_of", "share_of"]
 
-_NO_SHARE = {"exchange_share": math.nan, "exchange_overhead": math.nan}
+_NO_SHARE = {"exchange_share": math.nan, "exchange_bits": 0, "exchange_overhead": math.nan}
+# bits per element of a wire_dtype; 0: as many as the model has, or chosen
+_BITS = {"float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 
 
 def metrics() -> dict[str, Any]:
@@ -30,8 +32,9 @@ def metrics() -> dict[str, Any]:
     and declined requests for an exchange, parked peers, bytes_sent and bytes_received, staleness (chunks by
     age in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
     since the last call; NaN if no element was compared yet), peers (number of exchanges with each peer),
-    engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_overhead (what exchanges
-    cost, as a part of a step; NaN unless exchange_share="auto").
+    engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_bits (per element, between
+    hosts: 4, 8 or 16; 0: as many as the model has), exchange_overhead (what exchanges cost, as a part of a
+    step; NaN unless exchange_share="auto").
 
     Returns:
         The metrics by name; with several wrapped optimizers those of the first one, and a list of the metrics
@@ -52,6 +55,7 @@ def metrics_of(averaging: Averaging) -> dict[str, Any]:
         "nonfinite_steps": averaging.nonfinite_steps,
         **averaging.engine.metrics(),
         "exchange_share": share_of(averaging),
+        "exchange_bits": bits_of(averaging),
         "exchange_overhead": math.nan if averaging.share is None else averaging.share.overhead,
     }
 
@@ -61,6 +65,18 @@ def share_of(averaging: Averaging) -> float:
     if averaging.engine.loop is None:
         return math.nan
     return averaging.spec.config.first_share if averaging.share is None else averaging.share.share
+
+
+def bits_of(averaging: Averaging) -> int:
+    """Return the bits per element of the next exchanges between hosts; 0: as many as the model has."""
+    if averaging.engine.loop is None:
+        return 0
+    wire = averaging.spec.config.wire_dtype or ""
+    return (
+        _BITS.get(wire, 0)
+        if averaging.share is None
+        else averaging.share.bits or _BITS.get(wire, 0)
+    )
 
 
 def _views() -> list[dict[str, Any]]:

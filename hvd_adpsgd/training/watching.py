@@ -25,7 +25,7 @@ from hvd_adpsgd.lifecycle.shutdown import script_fails
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import unanimous
 from hvd_adpsgd.training.presence import live
-from hvd_adpsgd.training.reports import share_of
+from hvd_adpsgd.training.reports import bits_of, share_of
 from hvd_adpsgd.watching.alerts import Alert, Alerts
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Dashboard
@@ -452,6 +452,7 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
         left_out=len(averaging.engine.memory.store.left_out(_LEFT_OUT)),
         nonfinite_steps=averaging.nonfinite_steps,
         share=share_of(averaging),
+        bits=bits_of(averaging),
         scalars=_logged(),
     )
 

@@ -183,7 +183,7 @@ def _table(found: Sequence[Row]) -> str:
             f"{row.staleness_p50}/{row.staleness_p95}",
             svg.number(row.distance),
             svg.number(row.exchanges_per_s),
-            svg.number(row.share),
+            row.moved(svg.number),
             svg.number(row.sent_per_s / 1e6),
             svg.number(row.loss),
         )

@@ -27,8 +27,8 @@ __all__ = [
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
 REPORT_NBYTES = 200  # most bytes of an encoded report
 NAME_NBYTES = 32  # most bytes of a scalar's name in an encoded report; longer names are truncated
-_FORM = 2  # first byte of an encoded report; `decode` returns None for other values
-_NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBIIf")
+_FORM = 3  # first byte of an encoded report; `decode` returns None for other values
+_NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBIIfB")
 _SCALAR = struct.Struct("<f")
 _LARGEST = 2**32 - 1
 _LARGEST_COUNT = 2**63 - 1
@@ -55,6 +55,7 @@ class Report:
         left_out: number of chunks of the model that the last 8 exchanges could not average.
         nonfinite_steps: number of steps after which the model was not finite.
         share: share of the model that the next exchanges move; NaN if unknown.
+        bits: their bits per element between hosts: 4, 8 or 16; 0: as many as the model has.
         scalars: the numbers that the script logs (hvd.log), by name.
     """
 
@@ -78,6 +79,7 @@ class Report:
     left_out: int = 0
     nonfinite_steps: int = 0
     share: float = math.nan
+    bits: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,6 +162,7 @@ def encode(report: Report) -> bytes:
         min(report.left_out, _LARGEST),
         min(report.nonfinite_steps, _LARGEST),
         _float32(report.share),
+        min(report.bits, 255),
     )
     for name, value in report.scalars.items():
         short = name.encode("utf-8", "replace")[:NAME_NBYTES]

@@ -27,7 +27,7 @@ class Sample:
         step: number of steps so far.
         parts_s: seconds so far by part of the step, and in operations over all learners.
         engine: the engine's counters (loop.Loop.counters); None without an engine.
-        due_steps, left_out, nonfinite_steps, share, scalars: see Report.
+        due_steps, left_out, nonfinite_steps, share, bits, scalars: see Report.
     """
 
     monotonic_s: float
@@ -38,6 +38,7 @@ class Sample:
     left_out: int = 0
     nonfinite_steps: int = 0
     share: float = math.nan
+    bits: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -78,6 +79,7 @@ class Sampler:
             left_out=sample.left_out,
             nonfinite_steps=sample.nonfinite_steps,
             share=sample.share,
+            bits=sample.bits,
             scalars=dict(sample.scalars),
             **shares,
             **self._of_engine(first, sample, seconds),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ class Row:
         host: names of its host and its leader.
         state: ok, SLOW, SUSPECT, SILENT, JOINING, FAILED, left.
         since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
-        step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, share, sent_per_s: see
-            Report.
+        step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, share, bits,
+            sent_per_s: see Report.
         apart_s: seconds since the super learner's last exchange, the age of the report included.
         loss, losses: the last value of the loss, and the last 200 reported values, oldest first.
         age_s: age of the super learner's newest report, in seconds.
@@ -49,11 +49,16 @@ class Row:
     distance: float
     exchanges_per_s: float
     share: float
+    bits: int
     sent_per_s: float
     apart_s: float
     loss: float
     losses: tuple[float, ...]
     age_s: float
+
+    def moved(self, form: Callable[[float], str]) -> str:
+        """Return the share, and the bits if they are few, as text: 0.25, or 0.25/8b."""
+        return form(self.share) + (f"/{self.bits}b" if self.bits else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as a dict for JSON, without `losses`; numbers that are not finite become None."""
@@ -101,6 +106,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
         distance=last.distance,
         exchanges_per_s=last.exchanges_per_s,
         share=last.share,
+        bits=last.bits,
         sent_per_s=last.sent_per_s,
         apart_s=last.apart_s + max(0.0, now_s - last.time_s),
         loss=found[1] if found else math.nan,

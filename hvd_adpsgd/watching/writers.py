@@ -27,6 +27,7 @@ _NAMES = (
     "distance",
     "exchanges_per_s",
     "share",
+    "bits",
     "sent_per_s",
     "global_operations",
     "left_out",

@@ -353,6 +353,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "no_exchanges": ("ConfigError", ("exchanges_per_step", "is 0", "> 0 and <= 64")),
     "no_staleness": ("ConfigError", ("max_staleness", "is 0", "int 1 to 1e+09")),
     "no_wire": ("ConfigError", ("wire_dtype", "int2", "float16")),
+    "wire_alone": ("ConfigError", ("wire_dtype=auto", "exchange_share=1.0")),
     "no_strategy": ("ConfigError", ("random_pair'", "Did you mean random_pairs")),
     "no_seed": ("ConfigError", ("seed=x", "seed=<int>")),
     "copy": ("CopyError", ("state_dict()",)),

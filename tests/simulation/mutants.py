@@ -147,6 +147,13 @@ MUTANTS = (
         "x.number, x.aimed = m.exchange, m.aimed",
     ),
     Mutant(
+        "the active side keeps its own bits",
+        "exchange.pyx",
+        "    x.bits = m.bits\n",
+        "",
+        5000,
+    ),
+    Mutant(
         "a lane has one shared buffer, not two",
         "lanes.pyx",
         "cdef int turn = (lane.index // LANES) % 2",

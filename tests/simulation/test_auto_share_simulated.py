@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hvd_adpsgd.config import FIRST_SHARE
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.simulation.job import Job
 from hvd_adpsgd.simulation.planner import Cluster, job_of
@@ -39,6 +41,23 @@ def test_shares_and_links_that_change_break_no_promise(first: int) -> None:
         job = run(replace(s, faults=tuple(faults)))
         met += sum(count for name, count in job.met.items() if name.startswith(("share", "link")))
     assert met > 500
+
+
+def test_bits_that_change_break_no_promise() -> None:
+    """Of each super learner at its own times: peers meet that want other bits, and agree."""
+    met: Counter[str] = Counter()
+    for seed in range(5000, 5250):
+        s = Scenario.random(seed)
+        if s.wire == "auto":
+            met.update(run(s).met)
+    assert sum(count for name, count in met.items() if name.startswith("bits")) > 300
+    assert met["bits | running"] > 50
+
+
+@pytest.mark.parametrize(("bits", "wire"), [(5, "auto"), (8, ""), (4, "int8")])
+def test_bits_that_no_exchange_can_have(bits: int, wire: str) -> None:
+    with pytest.raises(ConfigError, match="allowed are 0, 4 and 8 with wire 'auto'"):
+        replace(Scenario.random(0), wire=wire, faults=(Fault(1.0, "bits", 0, (), bits),))
 
 
 def steered(joins: int = 0, **changes: object) -> tuple[Job, Steering]:
@@ -84,6 +103,22 @@ def test_a_link_that_becomes_a_thousandth_and_recovers() -> None:
     after = settled(between(steering, 195, 240))
     assert before / 1.5 < after < 1.5 * before
     assert max(c.share for c in between(steering, 180, 240)) < 3 * before
+
+
+def test_a_slow_link_gets_few_bits_and_all_of_them_again() -> None:
+    shares = []
+    for wire in ("", "auto"):
+        job, steering = steered(wire=wire)
+        for i in range(8):
+            job.strike(60, "link", i, 10 * MB)
+            job.strike(180, "link", i, GB)
+        job.run_for(240)
+        late = between(steering, 90, 180)
+        shares.append(settled(late, 4.0))
+    assert {choice.bits for choice in between(steering, 0, 60)} == {0}
+    assert {choice.bits for choice in late} <= {4, 8}
+    assert shares[1] > 2 * shares[0]
+    assert {choice.bits for choice in between(steering, 210, 240)} == {0}
 
 
 def test_one_slow_link_slows_nobody_else() -> None:
@@ -141,8 +176,13 @@ def test_few_exchanges_and_the_same_run_again() -> None:
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert units.fault("link,1,5s,10Mb/s") == Fault(5.0, "link", 1, (), MB)
     assert units.fault("share,1,5s,0.5") == Fault(5.0, "share", 1, (), 0.5)
+    assert units.fault("bits,1,5s,4") == Fault(5.0, "bits", 1, (), 4.0)
     plan = ["--super-learners", "4", "--model", "1M", "--minutes", "0.1", "--share", "auto"]
     assert simulate.main(plan) == 0
     assert "a share (at most 3.0% of a step) of the model" in capsys.readouterr().out
+    assert simulate.main([*plan, "--wire", "auto"]) == 0
+    capsys.readouterr()
+    assert simulate.main([*plan, "--wire", "auto", "--share", "1"]) == 2
+    assert "Set --share auto too" in capsys.readouterr().err
     assert simulate.main([*plan, "--max-overhead", "2"]) == 2
     assert "max_overhead (--max-overhead) is 2" in capsys.readouterr().err

@@ -36,6 +36,15 @@ def test_seeds_of_the_campaign_have_few_bits() -> None:
     assert not any(Scenario.random(seed).wire.startswith("int") for seed in range(0, 3000, 7))
 
 
+def test_seeds_of_the_campaign_change_bits() -> None:
+    drawn = [Scenario.random(seed) for seed in range(5000, 5400)]
+    chosen = [s for s in drawn if s.wire == "auto"]
+    assert any(not s.hosts for s in chosen), "all on one host, where messages have all bits"
+    bits = {fault.value for s in chosen for fault in s.faults if fault.kind == "bits"}
+    assert bits == {0, 4, 8}
+    assert not any(Scenario.random(seed).wire == "auto" for seed in range(0, 5000, 7))
+
+
 def test_every_promise_holds_with_aimed_windows() -> None:
     for seed in range(400):
         run(replace(Scenario.random(seed), aims=True, share=0.25))

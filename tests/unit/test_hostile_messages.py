@@ -27,7 +27,7 @@ from tests.unit.test_handshake import mutated
 CONTROL, AGREEMENT = 1, 2  # channels
 COUNT = -3  # ... of a head that confirms messages
 ASK, YES, NO, BYE, NEWS, BYE_SEEN, CUT, CUT_SEEN, REPORT = range(1, 10)
-MESSAGE = struct.Struct("=7i4xQdq")  # Message of core.pxd
+MESSAGE = struct.Struct("=8iQdq")  # Message of core.pxd
 HEAD = struct.Struct("=2i")
 REPORT_OF = struct.Struct("=qii200s")  # Report of reports.pxd
 REPORTS = 16  # in one message
@@ -106,7 +106,7 @@ class Job:
 
     def settle(self, number: int) -> None:
         """Until engine 0 has read all that it was sent: a report with this number comes behind."""
-        head = MESSAGE.pack(REPORT, 0, 1, 0, 0, 0, 0, self.members[0].fingerprint, WEIGHT, 0)
+        head = MESSAGE.pack(REPORT, 0, 1, 0, 0, 0, 0, 0, self.members[0].fingerprint, WEIGHT, 0)
         self.send(CONTROL, head + REPORT_OF.pack(number, BROKEN, 1, b"x"))
         self.until(lambda: self.members[0].loop.reports().get(BROKEN, (0,))[0] == number)
 
@@ -143,6 +143,7 @@ def templates(member: Member, draw: random.Random) -> bytes:
         0,
         draw.randint(0, count),
         draw.randint(0, 1),
+        0,
         member.fingerprint,
         WEIGHT,
         0,
@@ -231,7 +232,7 @@ def test_a_yes_with_a_longer_window_than_a_round_is_ignored() -> None:
         turn = engine.chunks - rare + -(-rare // 3)
         assert turn < engine.chunks
         for malformed, window in enumerate((turn, turn + 1)):
-            head = (YES, 2**29, engine.chunks, 0, 0, window, 0, engine.fingerprint, WEIGHT, 0)
+            head = (YES, 2**29, engine.chunks, 0, 0, window, 0, 0, engine.fingerprint, WEIGHT, 0)
             job.send(CONTROL, MESSAGE.pack(*head))
             job.settle(malformed + 1)
             assert engine.loop.malformed()[0] == malformed
@@ -302,6 +303,15 @@ def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -0.5, 2.0])
 def test_a_weight_that_no_strategy_has_is_ignored(job: Job, weight: float) -> None:
     engine = job.members[0]
-    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, engine.fingerprint, weight, 0))
+    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, 0, engine.fingerprint, weight, 0))
+    job.until(lambda: engine.loop.malformed()[0] == 1)
+    assert engine.loop.fault()[0] == 0
+
+
+@pytest.mark.parametrize("bits", [-8, 1, 4, 8, 16])
+def test_bits_that_an_engine_cannot_have_are_ignored(job: Job, bits: int) -> None:
+    """These have a wire of all bits, for which their buffers are made."""
+    engine = job.members[0]
+    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, bits, engine.fingerprint, WEIGHT, 0))
     job.until(lambda: engine.loop.malformed()[0] == 1)
     assert engine.loop.fault()[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from hvd_adpsgd.config import FIRST_SHARE, Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters
-from hvd_adpsgd.strategies.share_control import FLOOR, LINK, ShareControl, Spent
+from hvd_adpsgd.strategies.share_control import BYTES, FLOOR, LINK, ShareControl, Spent
 from hvd_adpsgd.training.auto_share import AutoShare, Used, cost_s
 
 BOUND = 0.03
@@ -30,6 +31,7 @@ class Plant:
         noise: standard deviation of the logarithm of each cost.
         square: squared distance of the models in an exchange.
         peers: the share that peers want.
+        bits: whether bits are chosen, too.
     """
 
     step_s: float = 0.1
@@ -41,16 +43,19 @@ class Plant:
     noise: float = 0.3
     square: float = 1.0
     peers: float = 1.0
+    bits: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.control = ShareControl(BOUND, self.due)
+        self.control = ShareControl(BOUND, self.due, chooses_bits=self.bits)
         self.draw = random.Random(self.seed)
         self.spent = Spent()
         self.credit, self.sends_s = 0.0, 0.0
         self.costs: list[float] = []  # of each step, as a part of it
         self.used: list[float] = []  # of the link in each step
         self.shares: list[float] = []  # after each decision
+        self.widths: list[int] = []  # the bits
+        self.whole_nbytes = self.nbytes  # of a whole model in the bits of the exchange under way
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -66,10 +71,11 @@ class Plant:
                 noise = math.exp(self.noise * self.draw.gauss(0, 1))
                 cost += noise * (self.fixed_s + self.model_s * min(self.control.share, self.peers))
                 share = min(self.control.share, self.peers)
-                self.sends_s = self.nbytes * share / self.bytes_per_s
+                self.whole_nbytes = self.nbytes * BYTES[self.control.bits]
+                self.sends_s = self.whole_nbytes * share / self.bytes_per_s
             passed = min(left, self.sends_s)
             self.sends_s, left, busy = self.sends_s - passed, left - passed, busy + passed
-            moved += passed * self.bytes_per_s / self.nbytes
+            moved += passed * self.bytes_per_s / self.whole_nbytes
             finished += self.sends_s <= 1e-12
         self.spent = Spent(
             now.steps + 1,
@@ -89,6 +95,7 @@ class Plant:
             self.control.decide(self.spent)
             if self.control.decisions > made:
                 self.shares.append(self.control.share)
+                self.widths.append(self.control.bits)
 
 
 def mean(values: list[float]) -> float:
@@ -210,6 +217,56 @@ def test_a_peer_that_wants_less_decides() -> None:
     assert plant.shares[-1] > 1 / 8
 
 
+# ---- bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_link_gets_few_bits_before_a_small_share(seed: int) -> None:
+    """A link of 10 Gb/s becomes one of 10 Mb/s, and recovers."""
+    alone, plant = (Plant(seed=seed, nbytes=1e7, model_s=0.02, bits=bits) for bits in (False, True))
+    for each in (alone, plant):
+        each.steps(400)
+    assert set(plant.widths) == {0}
+    before = plant.shares[-1]
+    for each in (alone, plant):
+        each.bytes_per_s = MB
+        each.steps(800)
+    assert plant.widths[-40:] == [4] * 40
+    assert mean(plant.shares[-40:]) > 4 * mean(alone.shares[-40:])
+    assert mean(plant.used[600:]) < LINK
+    first = plant.widths.index(4)
+    count = len(plant.widths)
+    assert min(plant.shares[:first]) > before / 4, "bits fell first"
+    plant.bytes_per_s = GB
+    plant.steps(400)
+    assert plant.widths[count + 16 :] == [0] * len(plant.widths[count + 16 :])
+    assert before / 2 < plant.shares[-1] < 2 * before
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("link", [0.3, 1.5, 3.0, 5.0, 8.0])
+def test_bits_do_not_swing(seed: int, link: float) -> None:
+    """Links on which whole models, in all bits, take so many steps."""
+    plant = Plant(
+        seed=seed, nbytes=1e7, model_s=1e-3, fixed_s=1e-5, bits=True, bytes_per_s=1e8 / link
+    )
+    plant.steps(400)
+    count = len(plant.widths)
+    plant.steps(4000)
+    late = plant.widths[count:]
+    assert sum(a != b for a, b in itertools.pairwise(late)) <= len(late) // 50
+    assert mean(plant.used[400:]) < LINK
+    assert late[-1] == {0.3: 0, 1.5: 8, 3.0: 4, 5.0: 4, 8.0: 4}[link]
+
+
+def test_an_overhead_takes_no_bits() -> None:
+    """Few bits cost the CPU more, so a share that is small for its sake is no reason for them."""
+    plant = Plant(model_s=0.4, bits=True)
+    plant.steps(800)
+    assert plant.shares[-1] < 1 / 16
+    assert set(plant.widths) == {0}
+
+
 def test_it_begins_with_a_share_that_no_link_minds() -> None:
     control = ShareControl(BOUND, 1.0)
     assert control.share == FIRST_SHARE
@@ -249,8 +306,9 @@ class FakeEngine:
     def counters(self) -> dict[str, float]:
         return self.found
 
-    def move_share(self, share: float) -> None:
+    def move_share(self, share: float, bits: int) -> None:
         self.shares.append(share)
+        self.bits = bits
 
 
 def trained(
@@ -282,6 +340,7 @@ def test_a_leader_chooses_and_an_evaluation_does_not_count() -> None:
     counters, engine = Counters(lambda: clock[0]), FakeEngine()
     # training keeps all cores busy
     auto = AutoShare(Config(exchange_share="auto"), 1, lambda: 1000 * clock[0])
+    assert (auto.bits, Config(exchange_share="auto").chooses_bits) == (0, False)
     trained(auto, engine, counters, tick, 400)
     assert engine.shares[0] == FIRST_SHARE and engine.shares[-1] == auto.share
     before, made = auto.share, auto.decisions

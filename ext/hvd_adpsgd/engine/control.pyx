@@ -85,6 +85,8 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
         return False
     if not 0 <= m.window <= m.nchunks or not 0 <= m.aimed <= 1:
         return False
+    if m.bits and (not e.pairs.few or m.bits != 4 and m.bits != 8):
+        return False
     if m.kind == REPORT:
         return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)
     if m.kind == BYE or m.kind == NEWS:
@@ -119,7 +121,7 @@ cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nc
     message.exchange = exchange
     message.nchunks = nchunks
     message.first = 0
-    message.window = message.aimed = 0
+    message.window = message.aimed = message.bits = 0
     message.generation = <int>newest
     message.fingerprint = e.generations[newest].fingerprint
     message.weight = e.pairs.weight
@@ -145,7 +147,7 @@ cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, in
     if letter == NULL:
         return
     message = written(e, <Message*>(letter + 1), kind, x.number, nchunks)
-    message.first, message.window, message.aimed = x.first, window, x.aimed
+    message.first, message.window, message.aimed, message.bits = x.first, window, x.aimed, x.bits
     post(e, letter, sizeof(Message), peer)
 
 

@@ -48,6 +48,7 @@ cdef struct Message:
     int generation
     int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
     int aimed               # in ASK and YES: 1 if the window is aimed (windows.pyx), else 0
+    int bits                # in ASK: what the sender wants; in YES: of the exchange; see Orders
     uint64_t fingerprint
     double weight
     int64_t round
@@ -126,6 +127,7 @@ cdef struct Exchange:
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
     bint aimed              # its window is aimed, see windows.pyx
+    int bits                # of its chunks over the wire, as in Orders
     bint whole              # the two sides agreed on a whole exchange
     int next                # the first chunk that is not yet begun; counts from `first`
     int done
@@ -156,7 +158,7 @@ cdef struct Pairs:
     uint64_t luck           # state of a random generator
     double weight
     int wire_type           # element type of chunks on the wire, -1: the model's element type
-    int bits                # 4 or 8: chunks go over the wire in so many bits per element; 0: as wire_type
+    bint few                # whether exchanges may have few bits
     bint offered_only
     double deadline_s
     int64_t lane_nbytes

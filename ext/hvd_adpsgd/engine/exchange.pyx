@@ -150,6 +150,11 @@ cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
             and (x == NULL or crossed) and has_room(e, peer) and same_model(e, peer, m))
 
 
+cdef inline int fewer(int bits, int others) noexcept nogil:
+    """Return the fewer bits of two sides' wishes, of which 0 is all bits."""
+    return min(bits, others) if bits and others else bits + others
+
+
 cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = find(e, peer)
     cdef int total = min(m.nchunks, generation(e).nchunks), window
@@ -165,6 +170,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
         return
     e.pairs.serving = peer
     x.number, x.first, x.aimed = m.exchange, m.first, m.aimed
+    x.bits = fewer(m.bits, e.mailbox.orders.bits)
     window = min(m.window, window_of(e, total))
     send_window(e, peer, YES, x, total, window)
     begin(e, x, m.exchange, total, window, False)
@@ -177,6 +183,7 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
     same_model(e, peer, m)
     e.pairs.retry_s = RETRY_FIRST_S
     move_on(e, m.nchunks, x, m.window)
+    x.bits = m.bits
     begin(e, x, m.exchange, m.nchunks, m.window, True)
 
 
@@ -434,6 +441,7 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
     p.number = (p.number + 1) & 0x3FFFFFFF
     total = generation(e).nchunks
     x.first, x.aimed = next_first(e, total), e.pairs.aimed > 0
+    x.bits = e.mailbox.orders.bits
     become(e, x, ASKED)
     x.active = True
     x.number = p.number

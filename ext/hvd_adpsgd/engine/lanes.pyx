@@ -120,7 +120,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
 cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Return how a chunk is averaged: the same on both sides, or the two parts of one way."""
     cdef bint first = x.active == (lane.index % 2 == 0)
-    if x.set == NOBODY and e.pairs.bits:        # by number too: each side is to offer each chunk now and then
+    if x.set == NOBODY and x.bits:        # by number too: each side is to offer each chunk now and then
         return OFFERS if first == (x.number % 2 == 0) else ANSWERS
     if x.set == NOBODY:
         return SENT
@@ -169,7 +169,7 @@ cdef bint start_offer(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     receive(e.wire, &lane.receiving, lane.inp, <int>e.pairs.room, x.peer, x.answers)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    nbytes = memory_offer(e.memory, lane.chunk, e.pairs.bits, e.pairs.offered_only, lane.out, &lane.step)
+    nbytes = memory_offer(e.memory, lane.chunk, x.bits, e.pairs.offered_only, lane.out, &lane.step)
     lane.void = nbytes == 0
     x.nbytes += nbytes
     send(e.wire, &lane.sending, lane.out, <int>nbytes, x.peer, x.channel)
@@ -319,16 +319,16 @@ cdef void merge_in_few_bits(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """OFFERS: merge the peer's answer. ANSWERS: compute the difference, merge it, and send it."""
     cdef double square = 0, began = now(e)
     cdef int64_t nbytes = lane.nbytes
-    if nbytes != 0 and not memory_fits(e.memory, lane.chunk, e.pairs.bits, nbytes):
+    if nbytes != 0 and not memory_fits(e.memory, lane.chunk, x.bits, nbytes):
         latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
     if lane.way == ANSWERS:
         if nbytes != 0:
-            nbytes = memory_answer(e.memory, lane.chunk, e.pairs.bits, e.pairs.offered_only, e.pairs.weight, lane.inp,
+            nbytes = memory_answer(e.memory, lane.chunk, x.bits, e.pairs.offered_only, e.pairs.weight, lane.inp,
                                    nbytes, lane.out, &lane.step, &square)
         x.nbytes += nbytes
     elif nbytes != 0 and not lane.void:
-        square = memory_merge_answer(e.memory, lane.chunk, e.pairs.bits, e.pairs.weight, lane.inp, nbytes)
+        square = memory_merge_answer(e.memory, lane.chunk, x.bits, e.pairs.weight, lane.inp, nbytes)
     if nbytes != 0 and not lane.void:
         count_merge(e, x, lane, square, began)
     else:

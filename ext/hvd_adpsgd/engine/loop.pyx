@@ -55,6 +55,7 @@ cdef enum:
     PARTS = 1024            # versions of the layout, one per added parameter group; at most
     INT8 = 4                # codes of a wire in few bits, behind those of kernels.h
     INT4 = 5
+    AUTO = 6                # the trainer chooses, see use_bits
     LARGEST_PAGE = 65536    # largest page size of the operating system, bytes
 
 cdef double CHECK_S = 1.0           # period of searches for failed peers that no transfer has reported
@@ -304,12 +305,12 @@ cdef class Loop:
         e.memory = &chunks.memory
         e.leave_deadline_s = leave_deadline_s
         e.pairs.weight = weight
-        e.pairs.bits = 8 if wire_type == INT8 else 4 if wire_type == INT4 else 0
-        e.pairs.wire_type = -1 if e.pairs.bits else wire_type
+        e.pairs.few = wire_type >= INT8
+        e.pairs.wire_type = -1 if e.pairs.few else wire_type
         e.pairs.offered_only = offered_only
         e.pairs.deadline_s = deadline_s
         e.pairs.lane_nbytes = e.pairs.room = lane_nbytes
-        if e.pairs.bits:        # two bytes per element, and one per 256
+        if e.pairs.few:         # two bytes per element, and one per 256
             e.pairs.room += (lane_nbytes // 512 // 64 + 1) * 64
         e.generations = <Generation*>calloc(PARTS, sizeof(Generation))
         p.rate = rate
@@ -317,6 +318,7 @@ cdef class Loop:
         p.given.fit = True
         p.given.wanted = NOBODY
         p.given.share = 1.0
+        p.given.bits = 8 if wire_type == INT8 else 4 if wire_type == INT4 else 0
         p.orders = p.given
         p.in_flight_step = NO_STEP
         p.met = <uint32_t*>calloc(n, sizeof(uint32_t))
@@ -488,6 +490,18 @@ cdef class Loop:
         cdef Core* e = &self.core
         pthread_mutex_lock(&e.mailbox.gate)
         e.mailbox.given.share = share
+        pthread_mutex_unlock(&e.mailbox.gate)
+
+    def use_bits(self, int bits):
+        """Set the bits per element of the next exchanges between hosts: 4, 8, or 0 for all.
+
+        Where the two sides of an exchange want different bits, it has the fewer ones. Only for a loop whose wire
+        may have few bits: INT8, INT4 or AUTO."""
+        cdef Core* e = &self.core
+        if bits not in (0, 4, 8) or bits and not e.pairs.few:
+            raise ValueError(f"{bits} bits per element: allowed are 0, 4 and 8, or 0 if the wire has no few bits")
+        pthread_mutex_lock(&e.mailbox.gate)
+        e.mailbox.given.bits = bits
         pthread_mutex_unlock(&e.mailbox.gate)
 
     def mark_next(self, unsigned char[::1] marks):

@@ -15,7 +15,7 @@ from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, Job
 from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 
 FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
-          "suspect", "join", "break", "link", "share")
+          "suspect", "join", "break", "link", "share", "bits")
 
 cdef double UNKNOWN_S = 5.0         # longest time from the end of an engine to the end of its process
 cdef double UNREACHED_S = 2.5       # a peer that has been dialed for longer counts as failed
@@ -38,6 +38,7 @@ cdef enum:
     BREAK = 13
     LINK = 14
     SHARE = 15
+    BITS = 16
 
 
 cdef int struck(JobState job, int which) except -1:
@@ -84,6 +85,8 @@ cdef int struck(JobState job, int which) except -1:
         job.net.links[who].bytes_per_s = arguments[0]
     elif kind == SHARE:
         job.loops[who].move_share(arguments[0])
+    elif kind == BITS:
+        job.loops[who].use_bits(arguments[0])
     elif kind == BREAK:
         break_connections(job, process, arguments[0], arguments[1])
     return 0

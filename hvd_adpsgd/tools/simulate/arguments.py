@@ -194,7 +194,7 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
             "wire",
             str,
             "TYPE",
-            "float16, bfloat16, int8 or int4, as wire_dtype=; empty: that of the parameters",
+            "float16, bfloat16, int8, int4 or auto, as wire_dtype=; empty: that of the parameters",
         ),
         ("max_overhead", float, "C", "with --share auto: as HVD_ADPSGD_MAX_OVERHEAD"),
         ("max_staleness", int, "K", "as max_staleness=, 0 for no bound"),

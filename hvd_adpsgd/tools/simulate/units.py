@@ -109,4 +109,4 @@ def fault(text: str) -> Fault:
 def _value(kind: str, text: str) -> float:
     if kind == "link":
         return _number(text, _RATES, "--fault link", "10Mb/s")
-    return float(text) if kind in ("slow", "share") else seconds(text)
+    return float(text) if kind in ("slow", "share", "bits") else seconds(text)

@@ -268,7 +268,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.staleness_p50}/{row.staleness_p95}",
         _short(row.distance),
         _short(row.exchanges_per_s),
-        _short(row.share),
+        row.moved(_short),
         _short(row.sent_per_s / 1e6),
         _short(row.loss),
         sparkline(row.losses),

@@ -651,6 +651,7 @@ CASES: dict[str, Any] = {
     "no_exchanges": value(exchanges_per_step=0),
     "no_staleness": value(max_staleness=0),
     "no_wire": value(wire_dtype="int2"),
+    "wire_alone": value(wire_dtype="auto"),
     "no_strategy": value(averaging="random_pair"),
     "no_seed": value(averaging="random_pairs:seed=x"),
     "copy": copied(copy.copy),

@@ -1,0 +1,68 @@
+"""The two sides of an exchange want other bits per element: it has the fewer ones, on both."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hvd_adpsgd.engine.layout import WIRE_CODES
+from tests.members import Member, connect_all
+
+DEADLINE_S = 120.0
+ELEMENTS = 8 * 1024
+EXCHANGES = 40  # one of 16 offers has 16 bits, and the first ones
+
+
+def bytes_of(bits: tuple[int, int]) -> list[float]:
+    """Bytes that each of two engines sends per exchange, in models, and keep their mean."""
+    pair = [Member(rank, ELEMENTS, rate=0.0, wire=WIRE_CODES["auto"]) for rank in (0, 1)]
+    mean = sum(member.model.state() for member in pair) / 2
+    for member, wanted in zip(pair, bits, strict=True):
+        member.loop.use_bits(wanted)
+        member.loop.start()
+    ends, done = time.monotonic() + DEADLINE_S, [0, 0]
+    while sum(done) < EXCHANGES:
+        asks = sum(done) % 2  # the passive side has the last word
+        pair[asks].loop.ask(1 - asks)
+        done[asks] += 1
+        while min(member.loop.finished() for member in pair) < sum(done):
+            connect_all(pair)
+            for member in pair:
+                member.step()
+            assert time.monotonic() < ends, pair[asks].loop.view()
+    for member in pair:
+        member.loop.pause(True)
+        assert member.loop.wait_quiet(DEADLINE_S)
+    np.testing.assert_allclose(sum(m.model.state() for m in pair) / 2, mean, rtol=0, atol=1e-6)
+    counters = [member.loop.counters() for member in pair]
+    for member in pair:
+        member.loop.stop(within=0.1)
+        member.wire.close()
+    return [found["bytes_sent"] / EXCHANGES / (4 * ELEMENTS) for found in counters]
+
+
+@pytest.mark.parametrize(
+    ("bits", "least", "most"),
+    [((0, 0), 1.0, 1.0), ((8, 0), 0.25, 0.3), ((0, 4), 0.12, 0.18), ((8, 4), 0.12, 0.18)],
+)
+def test_an_exchange_has_the_fewer_bits(bits: tuple[int, int], least: float, most: float) -> None:
+    for each in bytes_of(bits):
+        assert least <= each <= most
+
+
+@pytest.mark.parametrize("bits", [-1, 1, 16, 32])
+def test_bits_that_no_exchange_has(bits: int) -> None:
+    member = Member(0, wire=WIRE_CODES["auto"])
+    with pytest.raises(ValueError, match="allowed are 0, 4 and 8"):
+        member.loop.use_bits(bits)
+    member.wire.close()
+
+
+def test_a_wire_of_all_bits_has_no_few_ones() -> None:
+    member = Member(0)
+    member.loop.use_bits(0)
+    with pytest.raises(ValueError, match="0 if the wire has no few bits"):
+        member.loop.use_bits(8)
+    member.wire.close()
