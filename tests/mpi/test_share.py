@@ -18,7 +18,7 @@ SHARES = """
     import torch
     import hvd_adpsgd.torch as hvd
     hvd.init()
-    share, wire = float(sys.argv[1]), sys.argv[2] or None
+    share, wire = sys.argv[1], sys.argv[2] or None
     model = torch.nn.Linear(1000, 600, bias=False)  # CHUNKS
     torch.manual_seed(hvd.super_rank())
     with torch.no_grad():
@@ -26,7 +26,7 @@ SHARES = """
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0),
         named_parameters=model.named_parameters(),
-        exchange_share=share,
+        exchange_share=share if share == "auto" else float(share),
         wire_dtype=wire,
     )
     flat = model.weight.detach().reshape(-1)
@@ -45,7 +45,8 @@ SHARES = """
             last, metrics = by_chunk(now), hvd.metrics()  # at rest: of whole exchanges
             done = hvd.allgather_object(max(last) < 1 or time.monotonic() > ends)
     say(rank=hvd.rank(), drift=drift, first=first, last=last, exchanges=metrics["exchanges"],
-        nbytes=metrics["bytes_sent"], total=4 * flat.numel(), distance=metrics["consensus_distance"])
+        nbytes=metrics["bytes_sent"], total=4 * flat.numel(), distance=metrics["consensus_distance"], bits=metrics["exchange_bits"],
+        share=metrics["exchange_share"])
 """
 
 
@@ -79,6 +80,19 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
         each = facts["nbytes"] / facts["exchanges"] / facts["total"]
         fewest, largest = PARTS[wire]
         assert 0.999 * least * fewest < each < 1.001 * most * largest
+
+
+def test_share_and_bits_are_chosen_and_the_mean_is_kept() -> None:
+    env = {
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
+        "HVD_ADPSGD_CHUNK_KIB": "64",
+        "HVD_ADPSGD_SAME_HOST": "mpi",
+    }
+    result = run_learners(3, SHARES, args=["auto", "auto"], env=env).checked()
+    for facts in result.by_rank():
+        assert facts["drift"] < 1e-4
+        assert max(facts["last"]) < 1
+        assert facts["bits"] in (0, 4, 8) and 0 < facts["share"] <= 1
 
 
 WRONG = """

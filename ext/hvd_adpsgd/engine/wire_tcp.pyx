@@ -894,8 +894,10 @@ cdef class TcpWire(AnyWire):
         s.most, s.idle_s, s.failure_s, s.listed = most, idle_s, failure_s, NOBODY
         s.epoll = epoll_create1(EPOLL_CLOEXEC)
         s.alarm = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if s.epoll < 0 or s.alarm < 0:
+            raise OSError(errno, "no descriptor for the averaging engine's wire. Raise the limit: ulimit -n")
         s.peers = <Neighbour*>calloc(size, sizeof(Neighbour))
-        if s.epoll < 0 or s.alarm < 0 or s.peers == NULL:
+        if s.peers == NULL:
             raise MemoryError("no memory for the averaging engine's wire")
         event.events = EPOLLIN
         event.data.ptr = NULL
