@@ -29,6 +29,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "auto": {"exchange_share": "auto"},
     "int8": {"wire_dtype": "int8"},
     "int4": {"wire_dtype": "int4"},
+    "auto, bits": {"exchange_share": "auto", "wire_dtype": "auto"},
 }
 KIND = "accelerator"
 OFF_S, ON_S = 5.0, 20.0  # seconds of a block; with "auto" shares settle in its first third
@@ -91,7 +92,7 @@ def kept_of_period(link: str, model: str, step_s: float, period: int) -> float:
 def predicted(cell: Cell, step_s: float) -> float:
     """Return the exchanges per step of a cell by the simulator; of a share that is chosen NaN."""
     link, model, scheme = cell
-    if scheme == "auto":
+    if "exchange_share" in SCHEMES[scheme]:
         return float("nan")
     parameters, rate = network.MODELS[model], LINKS[link] / 8
     exchange_s = 4 * parameters / rate
