@@ -9,8 +9,8 @@ The part `stragglers` measures every averaging strategy and SSGD with one of 4 s
 slower. The part `network` uses two hosts, which are network namespaces of this machine, with 10 Gb/s, 1 Gb/s
 and 100 Mb/s between them, and models of 1, 10 and 43.15 M parameters. It measures H-ADPSGD, SSGD and
 averaging off, and the held-out loss of each at 1 Gb/s with the largest model. The part `surface` measures
-the speed kept at 10 Mb/s to 5 Gb/s with whole exchanges, in 8 and 4 bits, with a chosen share, and with chosen
-bits, beside DDP and DiLoCo (40 minutes). Finished runs are kept.
+the speed kept at 10 Mb/s to 5 Gb/s with whole exchanges, in 8 and 4 bits, with a chosen share, and with
+chosen bits too, beside DDP and DiLoCo (50 minutes). Finished runs are kept.
 Written to --out: result.json, table.md, stragglers.png, network.png, surface.png and all runs.
 """
 
