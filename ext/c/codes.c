@@ -17,6 +17,9 @@ enum { LEAP = 3 };
 /* Mean size of differences that are spread over the range, in halves of it: what is known of a block that was
  * passed over. */
 #define UNIFORM 0.58
+/* By how many powers of two a step of 4 bits is coarser than one of 8, for the same differences: the range has
+ * 1/16 of the steps, and no room to spare. */
+enum { COARSER = 3 };
 
 typedef union {
   float f32[B];
@@ -29,6 +32,8 @@ INLINE float power(int exponent) {
   memcpy(&x, &u, sizeof x);
   return x;
 }
+
+INLINE int coarser(int bits) { return bits == 4 ? COARSER : 0; }
 
 INLINE int clamp(int e) { return e < FINEST ? FINEST : e > COARSEST ? COARSEST : e; }
 
@@ -185,11 +190,12 @@ int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, 
   int bad = 0;
   for (int64_t start = 0, k = 0; start < n; start += B, k++) {
     const int64_t count = n - start < B ? n - start : B;
+    const int step = steps[k] + coarser(bits); /* the table has those of 8 bits */
     int finest;
     bad |= read_block(&x, mine, sums, start, count);
     finest = top(sums, &x, count) - digits_of(bits, mine->dtype);
     bad |= finest > COARSEST;
-    head[k] = (uint8_t)clamp(bits == 16 || steps[k] < finest ? finest : steps[k]);
+    head[k] = (uint8_t)clamp(bits == 16 || step < finest ? finest : step);
     grid(sums, q, &x, head[k], count);
     pack(bits, codes + start * bits / 8, q, count);
   }
@@ -255,7 +261,7 @@ double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const 
       memset(d, 0, sizeof d);
       total += UNIFORM * UNIFORM * (double)half * (double)half * (double)count * size * size;
     } else then = next_step(step, largest(d, count), bits, next);
-    if (steps) steps[k] = (uint8_t)clamp(then);
+    if (steps) steps[k] = (uint8_t)clamp(then - coarser(next));
     if (sums == ADPSGD_FLOAT64) increase_double((double *)correction + start, d, weight * size, count, fresh);
     else increase_float((float *)correction + start, d, (float)(weight * size), count, fresh);
     total += (double)sum_of_squares(d, count) * size * size;

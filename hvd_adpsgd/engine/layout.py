@@ -144,6 +144,12 @@ class Layout:
         self._digest = hashlib.sha256(f"{chunk_nbytes} {shard}\n".encode())
 
     @property
+    def element_nbytes(self) -> float:
+        """Bytes of an element, mean of all tensors; 4 if there is none."""
+        count = sum(tensor.count for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors) / count if count else 4.0
+
+    @property
     def nchunks(self) -> int:
         return self.parts[-1].last_chunk if self.parts else 0
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hvd_adpsgd.config import FIRST_SHARE
 
-__all__ = ["BYTES", "FLOOR", "LINK", "ShareControl", "Spent"]
+__all__ = ["FLOOR", "LINK", "ShareControl", "Spent"]
 
 FLOOR = 1 / 256  # smallest share; an exchange moves at least one chunk
 LINK = 0.8  # most of the time in which exchanges may run
@@ -24,10 +24,11 @@ _BLIND = 4.0  # most halvings that no exchange has confirmed yet
 _MET = 0.5  # part of the due exchanges below which they wait for the link, not for one slow peer
 _MEETINGS, _DUE = 2, 16  # exchanges, and due exchanges, after which a decision is made
 _FAST, _SLOW = 1 / 8, 1 / 64  # weights of a new distance in its two averages
-# bytes of an exchange in so many bits per element, of those in float32; from all bits (0) to the fewest
-BYTES = {0: 1.0, 8: 0.27, 4: 0.15}
-_BITS = list(BYTES)
-_SPARE = 0.5  # part of the link's bound below which more bits have to stay
+# bits per element, from all (0) to the fewest; bytes of the few, with every 16th offer in 16 bits
+_BITS = (0, 8, 4)
+_NBYTES = {8: 1.07, 4: 0.6}
+_SPARE = 0.7  # part of the link's bound below which more bits have to stay
+_HOLD = 64  # decisions from a trial of fewer bits that gained nothing to the next
 
 
 class Spent(NamedTuple):
@@ -56,6 +57,20 @@ class Spent(NamedTuple):
     square: float = 0.0
 
 
+class _Trial(NamedTuple):
+    """Fewer bits on trial.
+
+    Attributes:
+        before: the bits before.
+        pressure: what a model moved has cost with them.
+        has_ended: whether an exchange has ended since, which may have had the bits before.
+    """
+
+    before: int
+    pressure: float
+    has_ended: bool = False
+
+
 class ShareControl:
     """Chooses share and bits so that neither the cost of averaging nor the use of the link exceeds its bound.
 
@@ -70,10 +85,12 @@ class ShareControl:
     with which it began, so until one ends the share falls 16 times at most. It is at most 4 times what
     exchanges have moved: a peer that wants less decides for both.
 
-    Few bits lose less than a small share (docs/log/0425). So where the link holds the share down, or does not
-    carry the whole model, the next fewer bits are taken and the share stays: for the link's sake it falls at
-    4 bits only. More bits are taken again if the link would stay below half of its bound with them and does
-    not hold the share down: the share is 1, or the overhead is larger, as few bits cost more of the CPU.
+    Few bits lose less than a small share (docs/log/0336). So where the link holds the share down, or does not
+    carry the whole model, the next fewer bits are tried, and the share stays; for the link's sake it falls at
+    4 bits only. The bits before come back, and stay for 64 decisions, if the pressure per model moved has not
+    fallen by half of what the bytes promise: few bits cost more of the CPU, and a round trip per chunk, and
+    on one host they change nothing. More bits are taken if the link would stay below 0.7 of its bound with
+    them and does not hold the share down: the share is 1, a peer wants less, or the overhead is larger.
 
     Args:
         bound: largest overhead, as a part of the time of steps.
@@ -84,6 +101,7 @@ class ShareControl:
     Attributes:
         share: the share of the next exchanges.
         bits: their bits per element between hosts: 0 (all), 8 or 4.
+        element_nbytes: bytes of an element in all bits, mean of the model.
         overhead, demand: as measured for the last decision; NaN before.
         budget: b of the last decision.
         decisions: number of decisions so far.
@@ -94,6 +112,10 @@ class ShareControl:
     ):
         self._bound, self._due, self._chooses_bits = bound, due, chooses_bits
         self.bits = 0
+        self.element_nbytes = 4.0
+        self._trial: _Trial | None = None
+        self._hold = 0
+        self._is_capped = False  # a peer wants a smaller share
         self._level = math.log2(share)
         self.overhead = self.demand = math.nan
         self.budget = 0.75
@@ -135,14 +157,16 @@ class ShareControl:
         self.demand = busy / met if met < _MET else min(busy, link)
         self._look(now.square - before.square, now.compared - before.compared)
         cost, link = self.overhead / self._bound / self.budget, self.demand / LINK / self.budget
-        if self._chooses_bits and (bits := self._next_bits(cost, link)) != self.bits:
-            self.bits = bits
+        moved = now.models - before.models
+        each = max(cost, link) * seconds / moved if moved > 0 else math.nan
+        stays = self._chooses_bits and self._choose_bits(cost, link, each, exchanges > 0)
+        if stays and cost <= 2**_QUIET:
             self.decisions += 1
             return self.share
-        self._move(max(cost, link), exchanges > 0)
-        moved = now.models - before.models
+        self._move(cost if stays else max(cost, link), exchanges > 0)
         if exchanges > 0 and moved > 0:
             most = math.log2(moved / exchanges) + _ABOVE
+            self._is_capped = self._level > most
             self._level = max(min(self._level, most), math.log2(FLOOR))
         return self.share
 
@@ -157,19 +181,42 @@ class ShareControl:
         self._slow += _SLOW * (level - self._slow)
         self.budget = 0.75 + min(max(self._fast - self._slow, -0.25), 0.25)
 
-    def _next_bits(self, cost: float, link: float) -> int:
-        """Return the bits of the next exchanges, at most one stage from those before."""
+    def _choose_bits(self, cost: float, link: float, each: float, is_seen: bool) -> bool:
+        """Choose the bits of the next exchanges; return whether the link's pressure has been answered so.
+
+        Args:
+            cost: the pressure of the overhead.
+            link: that of the link.
+            each: the larger one, times seconds per model moved.
+            is_seen: whether an exchange has ended since the last decision.
+        """
+        if self._trial is not None:
+            return is_seen and self._judge(self._trial, each)
+        self._hold = max(0, self._hold - 1)
         i, is_whole = _BITS.index(self.bits), self._level >= 0
         most = 2.0 ** (_QUIET if is_whole else -_QUIET)
-        if link > max(cost, most) and i + 1 < len(_BITS):
-            return _BITS[i + 1]
-        if (
-            i
-            and (is_whole or cost > link)
-            and link * BYTES[_BITS[i - 1]] / BYTES[self.bits] < _SPARE
-        ):
-            return _BITS[i - 1]
-        return self.bits
+        if link > max(cost, most) and i + 1 < len(_BITS) and not self._hold:
+            self._trial, self.bits = _Trial(self.bits, each), _BITS[i + 1]
+            return True
+        is_free = is_whole or self._is_capped or cost > link
+        if i and is_free and link / self._ratio(self.bits, _BITS[i - 1]) < _SPARE:
+            self.bits = _BITS[i - 1]
+            return True
+        return False
+
+    def _judge(self, trial: _Trial, each: float) -> bool:
+        """Give up bits on trial if they have not gained half of what they promise."""
+        if not trial.has_ended:
+            self._trial = trial._replace(has_ended=True)
+            return True
+        self._trial = None
+        if each > trial.pressure * (1 + self._ratio(self.bits, trial.before)) / 2:
+            self.bits, self._hold = trial.before, _HOLD
+        return True
+
+    def _ratio(self, few: int, many: int) -> float:
+        """Return the bytes of an exchange in `few` bits, divided by those in `many`."""
+        return _NBYTES[few] / _NBYTES.get(many, self.element_nbytes)
 
     def _move(self, pressure: float, is_seen: bool) -> None:
         error = min(max(-math.log2(max(pressure, 1e-9)), -_MOST), _MOST)

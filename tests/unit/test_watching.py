@@ -48,6 +48,7 @@ REPORTS = st.builds(
     offer=st.floats(0, 1),
     left_out=st.integers(0, 2**40),
     share=NUMBERS,
+    bits=st.sampled_from((0, 4, 8, 16)),
     scalars=st.dictionaries(st.text(max_size=40), NUMBERS, max_size=20),
 )
 

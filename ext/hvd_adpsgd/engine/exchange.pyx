@@ -377,11 +377,14 @@ cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
     """Count what an exchange has used of our link, and how fast its peer is.
 
     A peer behind a slow link lengthens an exchange as a slow link of ours does. But ours lengthens all of them:
-    an exchange counts at most twice as much per chunk as the one before."""
+    an exchange counts at most twice as much per byte as the one before."""
     cdef Pairs* p = &e.pairs
-    cdef double each = seconds / max(1, x.nchunks)
+    cdef double each
+    if x.nbytes == 0:
+        return
+    each = seconds / x.nbytes
     p.pace = min(each, 2 * p.pace) if p.pace > 0 else each
-    add_double(&e.mailbox.counters.link_s, p.pace * x.nchunks)
+    add_double(&e.mailbox.counters.link_s, p.pace * x.nbytes)
     note_speed(e, x.peer, each)
 
 

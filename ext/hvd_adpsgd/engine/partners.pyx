@@ -77,7 +77,7 @@ cdef int choose(Core* e) noexcept nogil:
 
 
 cdef void note_speed(Core* e, int peer, double seconds) noexcept nogil:
-    """Note the seconds per chunk of an exchange that is over: half of it counts, and half of those before."""
+    """Note the seconds per byte of an exchange that is over: half of it counts, and half of those before."""
     cdef Pairs* p = &e.pairs
     cdef double before
     if p.seconds_of == NULL:

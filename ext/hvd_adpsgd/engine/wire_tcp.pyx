@@ -32,7 +32,7 @@ that was taken for failed and dials again is sent OUT.
 """
 
 from cpython.bytearray cimport PyByteArray_FromStringAndSize
-from libc.errno cimport EAGAIN, EINTR, ENOBUFS, ENOMEM, errno
+from libc.errno cimport EAGAIN, EINTR, EMFILE, ENOBUFS, ENOMEM, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -895,7 +895,8 @@ cdef class TcpWire(AnyWire):
         s.epoll = epoll_create1(EPOLL_CLOEXEC)
         s.alarm = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if s.epoll < 0 or s.alarm < 0:
-            raise OSError(errno, "no descriptor for the averaging engine's wire. Raise the limit: ulimit -n")
+            cure = " Raise the limit: ulimit -n." if errno == EMFILE else ""
+            raise OSError(errno, f"no descriptor for the averaging engine's wire.{cure}")
         s.peers = <Neighbour*>calloc(size, sizeof(Neighbour))
         if s.peers == NULL:
             raise MemoryError("no memory for the averaging engine's wire")

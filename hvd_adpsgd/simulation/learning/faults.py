@@ -11,7 +11,7 @@ from hvd_adpsgd.simulation.scenario import VALUES, Fault
 
 __all__ = ["KINDS", "LOCK_STEP_KINDS", "checked"]
 
-KINDS = tuple(kind for kind in FAULTS if kind not in ("unfit", "extend"))
+KINDS = tuple(kind for kind in FAULTS if kind not in ("unfit", "extend", "bits"))
 LOCK_STEP_KINDS = ("crash", "stop", "slow")  # those that the baselines have
 _WITH_PEER = ("cut", "sever", "suspect", "break")
 _TIME: Bound = (0.0, 1e9)

@@ -209,6 +209,8 @@ def _told_cluster(c: Cluster) -> str:
     share = (
         f"a share (at most {c.max_overhead:.1%} of a step)" if c.max_overhead else f"{c.share:g}"
     )
+    if c.wire:
+        share += " in bits that are chosen," if c.wire == "auto" else f" in {c.wire},"
     links = (
         f", {c.slow_links:.0%} of the pairs {c.slow_links_factor:g} times slower"
         if c.slow_links
