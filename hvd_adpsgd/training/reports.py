@@ -71,12 +71,8 @@ def bits_of(averaging: Averaging) -> int:
     """Return the bits per element of the next exchanges between hosts; 0: as many as the model has."""
     if averaging.engine.loop is None:
         return 0
-    wire = averaging.spec.config.wire_dtype or ""
-    return (
-        _BITS.get(wire, 0)
-        if averaging.share is None
-        else averaging.share.bits or _BITS.get(wire, 0)
-    )
+    chosen = 0 if averaging.share is None else averaging.share.bits
+    return chosen or _BITS.get(averaging.spec.config.wire_dtype or "", 0)
 
 
 def _views() -> list[dict[str, Any]]:
