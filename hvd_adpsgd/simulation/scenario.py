@@ -388,7 +388,7 @@ def _check_bits(where: str, fault: Fault, wire: str) -> None:
     if fault.value not in (0, 4, 8) or wire != "auto":
         raise ConfigError(
             f"{where}: bits {fault.value:g} with wire {wire!r}, allowed are 0, 4 and 8 with wire 'auto'. "
-            f"{REPLAYED}"
+            "Correct the fault or the wire."
         )
 
 

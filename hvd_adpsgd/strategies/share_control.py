@@ -85,13 +85,13 @@ class ShareControl:
     with which it began, so until one ends the share falls 16 times at most. It is at most 4 times what
     exchanges have moved: a peer that wants less decides for both.
 
-    Few bits lose less than a small share (docs/log/0336). So where the link holds the share down, or does not
-    carry the whole model, the next fewer bits are tried, and the share stays; for the link's sake it falls only
-    at 4 bits, or while none are tried. The bits before come back for 64 decisions, if the pressure per model
-    moved has not fallen by half of what the bytes promise: few bits cost more of the CPU, and a round trip per
-    chunk, and on one host they change nothing. More bits are taken if the link would stay below 0.7 of its
-    bound with them and does not hold the share down: the share is 1, a peer wants less, or the overhead is
-    larger.
+    Few bits lose less than a small share (docs/log/0336). So where the link holds the share down, or does
+    not carry the whole model, the next fewer bits are tried, and the share stays; for the link's sake it
+    falls only at 4 bits, or while none are tried. The bits before come back for 64 decisions, if the
+    pressure per model moved has not fallen by half of what the bytes promise: few bits cost more of the
+    CPU, and a round trip per chunk, and on one host they change nothing. More bits are taken if the link
+    would stay below 0.7 of its bound with them and does not hold the share down: the share is 1, a peer
+    wants less, or the overhead is larger.
 
     Args:
         bound: largest overhead, as a part of the time of steps.

@@ -259,10 +259,10 @@ def _require_wire(strategy: Strategy, config: Config, world: World) -> None:
     It has none with a mean of all models, which is summed in full precision; "auto" none with a given share.
     """
     if config.chooses_bits and not config.chooses_share:
-        cure = 'Set exchange_share="auto" too, or' if strategy.is_gossip else "Use"
+        too = ', or exchange_share="auto" too' if strategy.is_gossip else ""
         raise ConfigError(
             f"wire_dtype=auto with exchange_share={config.exchange_share}: bits are chosen together with "
-            f'the share. {cure} wire_dtype="int8".'
+            f'the share. Use wire_dtype="int8"{too}.'
         )
     plan = strategy.plan(world.super_rank, world.super_size)
     if plan.averages_all and plan.width == 0 and config.wire_dtype is not None:

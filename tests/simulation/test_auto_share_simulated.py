@@ -105,12 +105,13 @@ def test_a_link_that_becomes_a_thousandth_and_recovers() -> None:
     assert max(c.share for c in between(steering, 180, 240)) < 3 * before
 
 
-def test_a_slow_link_gets_few_bits_and_all_of_them_again() -> None:
+@pytest.mark.parametrize("rate", [10 * MB, MB])
+def test_a_slow_link_gets_few_bits_and_all_of_them_again(rate: float) -> None:
     shares = []
     for wire in ("", "auto"):
         job, steering = steered(wire=wire)
         for i in range(8):
-            job.strike(60, "link", i, 10 * MB)
+            job.strike(60, "link", i, rate)
             job.strike(180, "link", i, GB)
         job.run_for(240)
         late = between(steering, 90, 180)

@@ -11,7 +11,7 @@ BLOCK = 500
 
 @pytest.mark.slow
 @pytest.mark.extended
-@pytest.mark.parametrize("first", range(1000, 5000, BLOCK))
+@pytest.mark.parametrize("first", range(1000, 6000, BLOCK))
 def test_no_seed_breaks_a_promise(first: int) -> None:
     report = run_block(range(first, first + BLOCK))
     assert not report.failures, "\n".join(map(str, report.failures))

@@ -36,6 +36,7 @@ LEFT_OUT = {
     "pause": "every checkpoint is one",
     "unfit": "a model with NaN has no exact mean",
     "extend": "tests/mpi/test_optimizer.py adds parameter groups",
+    "bits": "tests/mpi/test_share.py lets a job choose them",
     "break": "tests/cluster/test_resets.py resets every connection of a job",
 }
 PLACES = (  # of equal chance

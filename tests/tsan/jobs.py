@@ -148,6 +148,8 @@ class SuperLearner:
                 engine.pause(0.002)
                 engine.resume()
             engine.report()
+            if engine.config.chooses_bits:
+                engine.move_share(0.5, (0, 4, 8)[int(self.rng.integers(3))])
             engine.take_events()
             time.sleep(
                 1e-4 * self.rng.integers(4)
@@ -331,6 +333,9 @@ JOBS: dict[str, Callable[[], None]] = {
     "shared": lambda: Job("random_pairs").run(),
     "sent": lambda: Job("random_ring", shared=False).run(),
     "few bits": lambda: Job("random_pairs", shared=False, wire_dtype="int8").run(),
+    "chosen bits": lambda: Job(
+        "random_pairs", shared=False, wire_dtype="auto", exchange_share="auto"
+    ).run(),
     "node": lambda: Job("random_pairs", follows=True).run(),
     "grows": lambda: Job("random_pairs", grows=True).run(),
     # steps leave out chunks, and copy those that the next exchange moves

@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hvd_adpsgd.tools import top
 from hvd_adpsgd.tools.terminal import keys, printable
 from hvd_adpsgd.watching.record import Record
 from hvd_adpsgd.watching.reports import Report
+from hvd_adpsgd.watching.table import Row
 
 HOST = "gpu-node-0123.rack-7.cluster.example.org, learner 128"
 ALWAYS = ("#", "state", "step", "steps/s", "loss")
@@ -79,6 +81,12 @@ def test_the_table_is_readable(
     if columns == "150":
         assert heading == ["#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s",
                            "share", "MB/s", "loss", ""]  # fmt: skip
+
+
+def test_a_share_tells_its_bits_if_the_model_has_more() -> None:
+    row = Row(0, "host", "ok", 0.0, 1, 1.0, 0, 0, 0.1, 1.0, 0.25, 0, 1e6, 0.0, 0.1, (), 0.0)
+    shown = [top._cells(each)[8] for each in (row, replace(row, bits=8))]
+    assert shown == ["0.25", "0.25/8b"]
 
 
 def test_a_pipe_gets_all_columns(
