@@ -28,7 +28,7 @@ _FAST, _SLOW = 1 / 8, 1 / 64  # weights of a new distance in its two averages
 _BITS = (0, 8, 4)
 _NBYTES = {8: 1.07, 4: 0.6}
 _SPARE = 0.7  # part of the link's bound below which more bits have to stay
-_HOLD = 64  # decisions from a trial of fewer bits that gained nothing to the next
+_HOLD = 32  # decisions from a trial of fewer bits that gained nothing to the next
 
 
 class Spent(NamedTuple):
@@ -85,13 +85,12 @@ class ShareControl:
     with which it began, so until one ends the share falls 16 times at most. It is at most 4 times what
     exchanges have moved: a peer that wants less decides for both.
 
-    Few bits lose less than a small share (docs/log/0336). So where the link holds the share down, or does
-    not carry the whole model, the next fewer bits are tried, and the share stays; for the link's sake it
-    falls only at 4 bits, or while none are tried. The bits before come back for 64 decisions, if the
-    pressure per model moved has not fallen by half of what the bytes promise: few bits cost more of the
-    CPU, and a round trip per chunk, and on one host they change nothing. More bits are taken if the link
-    would stay below 0.7 of its bound with them and does not hold the share down: the share is 1, a peer
-    wants less, or the overhead is larger.
+    Few bits lose less than a small share (docs/log/0336). So where in two decisions in a row the link holds
+    the share down, or does not carry the whole model, the next fewer bits are tried, and the share stays.
+    The bits before come back for 32 decisions, if the pressure per model moved has not fallen by half of
+    what the bytes promise: few bits cost more of the CPU, and a round trip per chunk, and on one host they
+    change nothing. More bits are taken if the link would stay below 0.7 of its bound with them and does not
+    hold the share down: the share is 1, a peer wants less, or the overhead is larger.
 
     Args:
         bound: largest overhead, as a part of the time of steps.
@@ -116,6 +115,7 @@ class ShareControl:
         self.element_nbytes = 4.0
         self._trial: _Trial | None = None
         self._hold = 0
+        self._wants = False  # fewer bits, in the last decision
         self._is_capped = False  # a peer wants a smaller share
         self._level = math.log2(share)
         self.overhead = self.demand = math.nan
@@ -196,7 +196,8 @@ class ShareControl:
         self._hold = max(0, self._hold - 1)
         i, is_whole = _BITS.index(self.bits), self._level >= 0
         most = 2.0 ** (_QUIET if is_whole else -_QUIET)
-        if link > max(cost, most) and i + 1 < len(_BITS) and not self._hold:
+        wanted, self._wants = self._wants, link > max(cost, most)
+        if wanted and self._wants and i + 1 < len(_BITS) and not self._hold:
             self._trial, self.bits = _Trial(self.bits, each), _BITS[i + 1]
             return True
         is_free = is_whole or self._is_capped or cost > link
