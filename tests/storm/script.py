@@ -266,7 +266,8 @@ def _variables(s: Scenario, k: int, wire: str, has_pairs: bool) -> dict[str, str
         "DEADLINE_S": max(0.05, s.learners[0].deadline_s),
         "LEAVE_DEADLINE_S": 2,
         "CHUNK_KIB": 64,
-        "WIRE_DTYPE": s.wire if s.wire and has_pairs else None,
+        # "auto" chooses the share, too, and not each strategy lets it
+        "WIRE_DTYPE": {"auto": "int8"}.get(s.wire, s.wire or None) if has_pairs else None,
         "MAX_STALENESS": s.max_staleness or None,
     }
     return {f"HVD_ADPSGD_{name}": str(value) for name, value in found.items() if value is not None}
