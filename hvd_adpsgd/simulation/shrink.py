@@ -95,6 +95,8 @@ def _plainer(s: Scenario) -> Iterator[Scenario]:
         "copy_every": 1,
         "aims": False,
     }
+    if any(fault.kind == "bits" for fault in s.faults):
+        del plain["wire"]  # these need "auto"
     for name, value in plain.items():
         if getattr(s, name) != value:
             yield dataclasses.replace(s, **{name: value})  # type: ignore[arg-type]

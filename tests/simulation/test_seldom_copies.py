@@ -43,6 +43,8 @@ def test_seeds_of_the_campaign_change_bits() -> None:
     bits = {fault.value for s in chosen for fault in s.faults if fault.kind == "bits"}
     assert bits == {0, 4, 8}
     assert not any(Scenario.random(seed).wire == "auto" for seed in range(0, 5000, 7))
+    for s in chosen[:5]:
+        assert all(isinstance(each, Scenario) for each in shrink._smaller(s))
 
 
 def test_every_promise_holds_with_aimed_windows() -> None:
