@@ -1,4 +1,4 @@
-"""The two sides of an exchange want other bits per element: it has the fewer ones, on both."""
+"""If the two sides of an exchange want different bits per element, both use the fewer ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXCHANGES = 40  # one of 16 offers has 16 bits, and the first ones
 
 
 def bytes_of(bits: tuple[int, int]) -> list[float]:
-    """Bytes that each of two engines sends per exchange, in models, and keep their mean."""
+    """Bytes that each of two engines sends per exchange, in models; the mean of the two stays the same."""
     pair = [Member(rank, ELEMENTS, rate=0.0, wire=WIRE_CODES["auto"]) for rank in (0, 1)]
     mean = sum(member.model.state() for member in pair) / 2
     for member, wanted in zip(pair, bits, strict=True):

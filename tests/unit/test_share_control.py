@@ -270,13 +270,13 @@ def test_bits_do_not_swing(seed: int, link: float) -> None:
     assert late[-1] == {0.3: 0, 1.5: 8, 3.0: 4, 5.0: 4, 8.0: 4}[link]
 
 
-def compared(seconds: int = 4000, **how: object) -> tuple[Plant, float]:
+def compared(**how: object) -> tuple[Plant, float]:
     """A plant whose bits are chosen, late; its share beside that of one that has all bits."""
     alone, plant = (Plant(bits=bits, **how) for bits in (False, True))  # type: ignore[arg-type]
     for each in (alone, plant):
         each.steps(400)
         each.shares, each.widths = [], []
-        each.steps(seconds)
+        each.steps(4000)
     return plant, mean(plant.shares) / mean(alone.shares)
 
 

@@ -1,4 +1,4 @@
-"""A process that may open no more files gets an error that says so, and keeps what it has."""
+"""Without a free file descriptor, making a wire raises OSError with the cure, and leaves nothing open."""
 
 from __future__ import annotations
 
