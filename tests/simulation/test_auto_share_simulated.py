@@ -13,6 +13,7 @@ from hvd_adpsgd.config import FIRST_SHARE
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation.calibration import Calibration
 from hvd_adpsgd.simulation.job import Job
+from hvd_adpsgd.simulation.learning import faults
 from hvd_adpsgd.simulation.planner import Cluster, job_of
 from hvd_adpsgd.simulation.scenario import Fault, Scenario, run
 from hvd_adpsgd.simulation.steering import Choice, Steering
@@ -31,14 +32,14 @@ def test_shares_and_links_that_change_break_no_promise(first: int) -> None:
     for seed in range(first, first + 100):
         s, draw = Scenario.random(seed), random.Random(seed)
         until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
-        faults = list(s.faults)
+        struck = list(s.faults)
         for _ in range(2 * s.size):
             at_s, who = draw.uniform(0, until_s), draw.randrange(s.size)
-            faults.append(Fault(at_s, "share", who, (), draw.choice((1.0, 0.5, 0.25, 0.05))))
+            struck.append(Fault(at_s, "share", who, (), draw.choice((1.0, 0.5, 0.25, 0.05))))
         for who in range(s.size):
             rate = s.bytes_per_s * draw.choice((0.1, 1.0, 10.0))
-            faults.append(Fault(draw.uniform(0, until_s), "link", who, (), rate))
-        job = run(replace(s, faults=tuple(faults)))
+            struck.append(Fault(draw.uniform(0, until_s), "link", who, (), rate))
+        job = run(replace(s, faults=tuple(struck)))
         met += sum(count for name, count in job.met.items() if name.startswith(("share", "link")))
     assert met > 500
 
@@ -58,6 +59,12 @@ def test_bits_that_change_break_no_promise() -> None:
 def test_bits_that_no_exchange_can_have(bits: int, wire: str) -> None:
     with pytest.raises(ConfigError, match="allowed are 0, 4 and 8 with wire 'auto'"):
         replace(Scenario.random(0), wire=wire, faults=(Fault(1.0, "bits", 0, (), bits),))
+
+
+def test_who_trains_in_virtual_time_chooses_its_bits_by_itself() -> None:
+    fault = Fault(1.0, "bits", 0, (), 4.0)
+    with pytest.raises(ConfigError, match="has no such fault"):
+        faults.checked([fault], 2, faults.KINDS, "random_pairs")
 
 
 def steered(joins: int = 0, **changes: object) -> tuple[Job, Steering]:

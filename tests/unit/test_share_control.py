@@ -298,12 +298,23 @@ def test_bits_that_gain_nothing_are_given_back(seed: int, how: dict[str, float])
 
 
 def test_a_peer_that_wants_less_is_no_reason_for_few_bits() -> None:
-    plant = Plant(nbytes=1e7, model_s=1e-4, bits=True, bytes_per_s=MB)
+    plant = Plant(nbytes=1e7, model_s=1e-6, bits=True, bytes_per_s=MB)  # less than the link's use
     plant.steps(400)
     assert plant.control.bits == 4
     plant.bytes_per_s, plant.peers = GB, 1 / 16
     plant.steps(400)
     assert plant.control.bits == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("after", range(8))
+def test_what_fewer_bits_are_compared_with_is_of_the_slow_link(seed: int, after: int) -> None:
+    """The link becomes slow between two decisions: else they would be given back for 256 steps."""
+    plant = Plant(seed=seed, nbytes=1e7, model_s=0.02, bits=True)
+    plant.steps(400 + after)
+    plant.bytes_per_s = MB
+    plant.steps(160)
+    assert plant.control.bits == 4
 
 
 @pytest.mark.parametrize("seed", range(3))
