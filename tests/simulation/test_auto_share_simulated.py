@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -128,6 +129,19 @@ def test_a_slow_link_gets_few_bits_and_all_of_them_again(rate: float) -> None:
     assert sum(choice.bits > 0 for choice in late) > 0.7 * len(late)
     assert shares[1] > 2 * shares[0]
     assert {choice.bits for choice in between(steering, 210, 240)} == {0}
+
+
+def test_the_use_of_a_link_counts_bytes_whatever_their_bits() -> None:
+    cluster = Cluster(
+        2, 2.5e6, 0.1, 10 * MB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND, wire="auto"
+    )
+    models = [np.full((cluster.chunks, 8), i, np.float32) for i in range(2)]
+    job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
+    bits = itertools.cycle((0, 0, 4, 4))
+    job.steer = lambda job, i: job.loop_of(i).use_bits(next(bits))
+    job.run_for(60)
+    counters = job.loop_of(0).counters()
+    assert counters["link_s"] > 0.9 * counters["busy_s"]
 
 
 def test_one_slow_link_slows_nobody_else() -> None:

@@ -264,24 +264,3 @@ def test_what_is_passed_over_counts_in_the_distance(bits: int) -> None:
     _, square = exchange(a, b, bits)
     assert rms(a.state() - b.state()) == pytest.approx(far), "not passed over"
     assert square > 0
-
-
-@pytest.mark.parametrize(("before", "bits"), [(8, 4), (4, 8)])
-def test_steps_learnt_with_other_bits_are_of_use(before: int, bits: int) -> None:
-    """Peers may want other bits, in turn: the first exchange in them leaves no more than the next ones."""
-    rng = np.random.default_rng(0)
-    a, b = pair(16384, "float32", 0.01)
-
-    def left(width: int) -> float:
-        for side in (a, b):
-            side.model += (0.01 * rng.standard_normal(16384)).astype(np.float32)
-        far = rms(a.state() - b.state())
-        exchange(a, b, width)
-        for side in (a, b):
-            side.apply()
-        return rms(a.state() - b.state()) / far
-
-    for _ in range(6):
-        left(before)
-    first, *later = [left(bits) for _ in range(4)]
-    assert first < 1.5 * max(later)
