@@ -239,15 +239,6 @@ class Config:
         choices=("auto",),
         optional=True,
     )
-    shrink: int = _option(
-        0,
-        int,
-        "",
-        "1 (an experiment): a super learner trains on without a learner that has ended; with inner=torch, "
-        "without MPI",
-        low=0,
-        high=1,
-    )
     engine_cpus: str | None = _option(
         None,
         str,

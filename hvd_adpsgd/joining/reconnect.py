@@ -157,10 +157,6 @@ def connect_anew(
     new = groups[offer.super_rank]
     everyone, plain, departures = (hub.communicator(ranks) for _ in range(3))
     host, inner = hub.communicator(on_host), hub.communicator(groups[world.super_rank])
-    if inner is not None and not there.issuperset(
-        inner.ranks
-    ):  # it trains on without some learners
-        inner.leave_out([i for i, rank in enumerate(inner.ranks) if rank not in there])
     outer = counterparts(hub, [groups[i] for i in members], world.rank)
     transfers = tuple(hub.communicator([sender, *new]) for sender in senders)
     comms = Communicators(everyone, plain, departures, host, inner, outer)

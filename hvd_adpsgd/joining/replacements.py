@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hvd_adpsgd.launch.world import Placement
 
-__all__ = ["is_minority", "lost", "starters", "with_missed"]
+__all__ = ["is_minority", "lost", "starters"]
 
 Groups = Sequence[Sequence[int]]
 
@@ -21,15 +21,6 @@ Groups = Sequence[Sequence[int]]
 def lost(groups: Groups, living: Collection[int]) -> list[int]:
     """Return the super_ranks of the super learners without a living learner."""
     return [i for i, group in enumerate(groups) if set(living).isdisjoint(group)]
-
-
-def with_missed(groups: Groups, living: Collection[int]) -> set[int]:
-    """Return the living learners, and those that have failed while the leaders of their super learners live.
-
-    With HVD_ADPSGD_SHRINK such a super learner trains on: it counts as whole, and is not replaced.
-    """
-    there = [rank for group in groups if group[0] in set(living) for rank in group]
-    return set(living).union(there)
 
 
 def is_minority(

@@ -37,7 +37,7 @@ from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.launch.gloo import world_over_gloo
 from hvd_adpsgd.launch.horovod_timeline import own_timeline
 from hvd_adpsgd.launch.host_name import unresolved_host
-from hvd_adpsgd.launch.over_torch import require_shrinkable, start_over_torch
+from hvd_adpsgd.launch.over_torch import start_over_torch
 from hvd_adpsgd.launch.rendezvous import Opener
 from hvd_adpsgd.launch.world import Communicators, Placement, World, form_super_learners
 from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
@@ -325,9 +325,7 @@ def _cut(
     inner, outer = communicators.split(everyone, groups)
     plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
     comms = Communicators(everyone, plain, departures, host, inner, outer)
-    world = World.make(config, placements, groups, rank, comms)
-    require_shrinkable(config, backend(), not isinstance(everyone, Communicator), world.is_plain)
-    return world
+    return World.make(config, placements, groups, rank, comms)
 
 
 def _start_horovod(world: World, process_sets: Any) -> None:

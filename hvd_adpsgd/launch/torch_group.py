@@ -20,7 +20,6 @@ from hvd_adpsgd.engine.interfaces import (
     interface_of,
     network_name,
 )
-from hvd_adpsgd.errors import LaunchError
 from hvd_adpsgd.inner.gpus import abort_nccl, nccl_of
 from hvd_adpsgd.inner.torch_group import group_of, store_of
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
@@ -32,7 +31,6 @@ __all__ = [
     "abort_group",
     "address_inside",
     "are_inside",
-    "forget_group",
     "has_aborted",
     "has_ended_group",
     "is_inside",
@@ -71,7 +69,7 @@ def address_inside(world: World) -> str:
     Raises:
         TopologyError: if they are on several hosts that do not reach each other.
     """
-    if world.inner.Get_size() == 1:
+    if world.inner_size == 1:
         return LOOPBACK
     networks = allgather_object(world.inner, (network_name(), addresses()))
     return choose_address(world.config.nics, network_name(), networks)
@@ -91,9 +89,8 @@ def super_learner_group(world: World) -> Any:
         gather = functools.partial(allgather_object, world.inner)
         address = address_inside(world)
         with closed_in_children(), _on_interface(interface_of(address)):
-            rank, size = world.inner.Get_rank(), world.inner.Get_size()
-            store = store_of(rank, address, gather)
-            group = group_of(rank, size, store, gather)
+            store = store_of(world.inner_rank, address, gather)
+            group = group_of(world.inner_rank, world.inner_size, store, gather)
         made = _made[world.membership] = _Made(group, nccl_of(group))
         if is_ours:
             _default = made
@@ -154,23 +151,6 @@ def has_aborted(world: World) -> bool:
     """Whether operations of the group may have left unfinished results on GPUs."""
     made = _made.get(world.membership)
     return made is not None and made.aborted
-
-
-def forget_group(world: World) -> None:
-    """Let `super_learner_group` make another group: the super learner trains on with fewer learners.
-
-    Raises:
-        LaunchError: if torch's default group, made by this library, does not end.
-    """
-    made = _made.pop(world.membership, None)
-    if made is None or made is not _default:
-        return
-    _end_default()
-    if dist.is_initialized():
-        raise LaunchError(
-            f"super learner {world.super_rank}: torch's process group did not end in {2 * _LONGEST_S:g} s "
-            "after a learner had failed. Start the job again."
-        )
 
 
 def is_inside(world: World, group: Any) -> bool:

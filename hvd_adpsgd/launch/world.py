@@ -23,7 +23,6 @@ from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.preemption import Departure
 from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
-from hvd_adpsgd.messaging.sockets import Communicator
 
 __all__ = [
     "Communicators",
@@ -90,8 +89,7 @@ class World:
         local_rank, local_size: rank and number among the learners of the host.
         cross_rank, cross_size: rank and number among the learners with this local_rank, at most one per host.
         super_rank, super_size: rank of this super learner, and number of super learners.
-        inner_rank, inner_size: rank and number among the learners of the super learner; unlike those in
-            `inner`, they stay if it trains on without one (HVD_ADPSGD_SHRINK).
+        inner_rank, inner_size: rank and number among the learners of the super learner.
         hostname: name of this host.
         membership: which super learners are alive, suspect, left or failed.
         collectives: runs the operations over all learners.
@@ -153,7 +151,7 @@ class World:
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
         plain = _is_plain(config, len(groups))
         done, departure, left = _flags(comms.inner, len(groups), plain)
-        membership = Membership(groups, names, super_rank, left, shrinks=config.shrink == 1)
+        membership = Membership(groups, names, super_rank, left)
         is_leader = membership.is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
             ShutdownBarrier(comms.departures, ranks), membership, groups[super_rank], done
@@ -238,8 +236,7 @@ class World:
         ends = time.monotonic() + seconds
         while not (failed := failed_comm_ranks(self.inner)) and time.monotonic() < ends:
             time.sleep(1e-3)
-        its = self.inner.first if isinstance(self.inner, Communicator) else range(self.inner_size)
-        return {self.groups[self.super_rank][its[place]] for place in failed}
+        return {self.groups[self.super_rank][inner_rank] for inner_rank in failed}
 
 
 def names_of(groups: Sequence[Sequence[int]], placements: Sequence[Placement]) -> list[str]:

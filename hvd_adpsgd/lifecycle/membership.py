@@ -44,7 +44,6 @@ class Membership:
         own: this learner's super_rank.
         left: a byte per super learner, in memory that this super learner's learners share: _LEFT if it has
             left, _FAILED if one of them has found it failed, which stays.
-        shrinks: whether a super learner whose leader lives trains on without learners that have ended.
 
     Attributes:
         is_leader: whether this learner leads its super learner, and so may log failures as warnings.
@@ -59,16 +58,12 @@ class Membership:
         names: Sequence[str],
         own: int,
         left: NDArray[np.uint8] | None = None,
-        shrinks: bool = False,
     ):
         self.states = [PeerState.ALIVE] * len(groups)
         self.own = own
         self._groups, self.names = groups, list(names)
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left
-        self._shrinks = shrinks
-        # ranks of learners without which their super learners train on
-        self._lost: set[int] = set()
         self.is_minority = False
         self.is_leader = True
         self._departed: set[int] = set()  # super learners that have left the job, not one engine
@@ -125,12 +120,8 @@ class Membership:
         """Whether at most half of the super learners that have not left have all learners in `ranks`."""
         known = zip(self._groups, self._left, strict=False)
         staying = [group for group, left in known if left != _LEFT]
-        whole = sum(set(ranks).issuperset(self._needed(group)) for group in staying)
+        whole = sum(set(ranks).issuperset(group) for group in staying)
         return 2 * whole <= len(staying)
-
-    def _needed(self, group: Sequence[int]) -> Sequence[int]:
-        """Return the learners without which a super learner, here its learners, cannot train on."""
-        return group[:1] if self._shrinks else group
 
     def look(self) -> None:
         """Call all `sources`, and record the state changes that they return; called between two steps."""
@@ -157,21 +148,10 @@ class Membership:
         return self.is_leader and all(state in gone for state in self.states[: self.own])
 
     def fail(self, ranks: Collection[int]) -> None:
-        """Mark the super learners that need a learner in `ranks` as failed; the caller logs the failure."""
+        """Mark the super learners with a learner in `ranks` as failed; the caller logs the failure."""
         for i, group in enumerate(self._groups):
-            if not set(ranks).isdisjoint(self._needed(group)):
+            if not set(ranks).isdisjoint(group):
                 self.states[i] = PeerState.FAILED
-        self.lose(ranks)
-
-    def lose(self, ranks: Iterable[int]) -> None:
-        """Record that these learners have failed, without which their super learners may train on."""
-        if self._shrinks:
-            self._lost.update(ranks)
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Ranks of learners that have failed, and without which their super learners may train on."""
-        return frozenset(self._lost)
 
     def note_left(self, ranks: Collection[int]) -> None:
         """Mark super learners as left whose learners are all in `ranks`, except failed super learners.
@@ -194,7 +174,6 @@ class Membership:
             ranks: ranks of learners whose process has exited.
         """
         self.fail(set(ranks).intersection(self._groups[self.own]))
-        self.lose(ranks)
 
     def grow(self, groups: Sequence[Sequence[int]], names: Sequence[str]) -> None:
         """Add new super learners, as alive; `groups` and `names` describe all super learners, old and new."""
@@ -205,8 +184,6 @@ class Membership:
     def meet(self, members: Collection[int]) -> None:
         """After a super learner has joined: mark those in `members` as alive, and all others as failed."""
         for i in range(len(self.states)):
-            if i in members and self.states[i] is PeerState.FAILED:  # it was replaced
-                self._lost.difference_update(self._groups[i])
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = _THERE
         self._departed.clear()
@@ -236,16 +213,18 @@ class Membership:
         )
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
-        """Return the ranks of the learners of failed super learners, and of lost ones, in ascending order.
+        """Return the ranks of the learners of failed super learners, in ascending order.
 
         Args:
             ended: ranks of learners whose process has exited: their super learners count as failed unless
                 they have left.
         """
-        found = set(self._lost)
-        for group, state, left in zip(self._groups, self.states, self._left, strict=False):
-            gone = set(ended).intersection(group) if left != _LEFT else set()
-            if state is PeerState.FAILED or not gone.isdisjoint(self._needed(group)):
-                found.update(group)
-            found.update(gone)
-        return tuple(sorted(found))
+        states = zip(self._groups, self.states, self._left, strict=False)
+        return tuple(
+            sorted(
+                rank
+                for group, state, left in states
+                if state is PeerState.FAILED or (left != _LEFT and not set(ended).isdisjoint(group))
+                for rank in group
+            )
+        )

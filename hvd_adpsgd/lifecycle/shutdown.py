@@ -248,13 +248,10 @@ class Teardown:
             MPI finalized.
         """
         barrier = self._barrier
-        met = _meet(barrier, self.fails, self._membership.lost, ends)
-        failing, lost = met or ((), ())
-        self._membership.fail(failing)
-        # a lost learner may have ended its script early, and wait here
-        self._membership.lose(lost)
+        failing = _meet(barrier, self.fails, ends)
+        self._membership.fail(failing or ())
         # the barrier may be complete on this learner, but not on a learner that has timed out and exited
-        clean = stopped and met is not None and not lost and not barrier.ended()
+        clean = stopped and failing is not None and not barrier.ended()
         exit_state.barrier, exit_state.ends = None if clean else barrier, ends
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
@@ -324,32 +321,27 @@ class Teardown:
         free(self._barrier.comm)
 
 
-def _meet(
-    barrier: ShutdownBarrier, fails: bool, lost: Collection[int], ends: float
-) -> tuple[set[int], set[int]] | None:
-    """Wait for all learners at the shutdown barrier; return which of them fail, and which are lost.
+def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
+    """Wait for all learners at the shutdown barrier; return which learners exit because of a failure.
 
     Args:
         barrier: the barrier of all learners.
         fails: whether this learner exits because of a failure.
-        lost: ranks of learners without which their super learners train on, as far as this learner knows.
         ends: deadline, of time.monotonic.
 
     Returns:
-        The ranks in the job of the learners that exit because of a failure, and of those that are lost; None
-        if a learner has failed or does not reach the barrier in time. The result is equal on all learners
-        that do not time out.
+        The ranks in the job of these learners; None if a learner has failed or does not reach the barrier in
+        time. The result is equal on all learners that do not time out.
     """
     try:
         with mpi_failures("shutdown"):
-            told = gather_once(barrier.messages, (fails, sorted(lost)), ends)
+            told = gather_once(barrier.messages, fails, ends)
     except TransportError as error:
         log.info("shutdown() no longer waits for the other learners: %s", error)
         return None
     if told is None:
         return None
-    failing = {rank for rank, (fails, _) in zip(barrier.ranks, told, strict=True) if fails}
-    return failing, {rank for _, ranks in told for rank in ranks}
+    return {rank for rank, fails in zip(barrier.ranks, told, strict=True) if fails}
 
 
 def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,7 +170,6 @@ class Communicator:
     Attributes:
         hub: the connections of this process.
         ranks: rank in the job of each learner, by rank in this communicator.
-        first: rank that each learner had when the communicator was made, by rank now: see `leave_out`.
         ends: deadline of `allgather`, of time.monotonic; None: no limit.
     """
 
@@ -179,7 +178,6 @@ class Communicator:
 
     def __init__(self, hub: Hub, number: int, ranks: Sequence[int]):
         self.hub, self.ranks = hub, tuple(ranks)
-        self.first = tuple(range(len(self.ranks)))
         self._number = number
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._gathering: Messages | None = None
@@ -218,22 +216,6 @@ class Communicator:
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of rank `root`."""
         return self.allgather(value if self.Get_rank() == root else None)[root]
-
-    def leave_out(self, places: Collection[int]) -> None:
-        """Remove learners; the remaining ones get new ranks, and all of them call this with equal arguments.
-
-        A message that was sent before is dropped, or never read: it has the number of before.
-
-        Args:
-            places: ranks that these learners had when the communicator was made.
-        """
-        stay = [i for i, place in enumerate(self.first) if place not in places]
-        self.Free()
-        self.ranks = tuple(self.ranks[i] for i in stay)
-        self.first = tuple(self.first[i] for i in stay)
-        self._places = {rank: place for place, rank in enumerate(self.ranks)}
-        # numbers of communicators that are made together count from 0 upwards
-        self._number, self._gathering = min(self._number, 0) - 2, None
 
     # ---- methods of Transport -----------------------------------------------------------------
 

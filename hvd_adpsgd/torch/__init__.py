@@ -33,7 +33,7 @@ from hvd_adpsgd.strategies import (
     SynchronousGossip,
 )
 from hvd_adpsgd.torch import elastic, functions, mpi_ops
-from hvd_adpsgd.torch.admission import admit, listener, replace_failed
+from hvd_adpsgd.torch.admission import admit, listener
 from hvd_adpsgd.torch.asynchronous import (
     allgather_async,
     allreduce_async,
@@ -225,7 +225,6 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
-    "replace_failed",
     "rocm_built",
     "shutdown",
     "size",

@@ -24,7 +24,7 @@ from hvd_adpsgd.joining.candidates import (
     join_server,
 )
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
-from hvd_adpsgd.joining.replacements import is_minority, lost, starters, with_missed
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.arrival import arrive
@@ -39,7 +39,7 @@ from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live, order_as
 from hvd_adpsgd.training.sharded import reshard
 
-__all__ = ["admit", "listener", "replace_failed"]
+__all__ = ["admit", "listener"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -143,9 +143,6 @@ def admit(
     return state
 
 
-replace_failed = admit  # the former name of admit
-
-
 def listener() -> str:
     """Return the address, host:port, at which super learners can join here, for their HVD_ADPSGD_JOIN.
 
@@ -199,12 +196,6 @@ def _forget() -> None:
     _again = False
     for kept in (_failures, _said, _left, _joined, _known, _elsewhere, _world_of):
         kept.clear()
-
-
-def _living(world: World) -> set[int]:
-    """Return the ranks of the living learners, and of those without which their super learners train on."""
-    living = set(world.collectives.ranks)
-    return with_missed(world.groups, living) if world.config.shrink else living
 
 
 def _packed(state: Any) -> tuple[bytes, str]:
@@ -275,7 +266,7 @@ def _judge_joined(world: World) -> None:
 
 def _trust_joined(world: World) -> None:
     """Reset the failed starts of a super learner that has joined and lived for some time."""
-    living = _living(world).difference(world.membership.failed_ranks())
+    living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
     for number, at in list(_joined.items()):
         if time.monotonic() - at > _LIVES_S and living.issuperset(world.groups[number]):
             del _joined[number]
@@ -291,7 +282,7 @@ def _count_failure(number: int) -> str:
 
 
 def _require_whole(world: World) -> None:
-    missing = sorted(set(world.groups[world.super_rank]) - _living(world))
+    missing = sorted(set(world.groups[world.super_rank]) - set(world.collectives.ranks))
     if missing:
         raise PeerFailedError(
             f"{DOING}: learners {missing} of this super learner {world.super_rank} have failed, and it "
@@ -305,7 +296,7 @@ def _start_one(
     """Start one replacement of a lost super learner, if the plan assigns one to this learner."""
     global _again
     _again = False
-    living = _living(world)
+    living = world.collectives.ranks
     gone = lost(world.groups, living)
     _known.clear()
     _known.update(gone)
@@ -509,7 +500,7 @@ def _state_for(
 
 def _senders(world: World, first: int) -> tuple[int, ...]:
     """Return the ranks that each send a part of the model: `first`, which has the state, and few leaders."""
-    living = _living(world)
+    living = set(world.collectives.ranks)
     leaders = [group[0] for group in world.groups if living >= set(group) and group[0] != first]
     return (first, *leaders[: SENDERS - 1])
 

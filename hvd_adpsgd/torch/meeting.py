@@ -12,7 +12,7 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining.candidates import join_server
 from hvd_adpsgd.joining.meetings import Meetings, Messages
-from hvd_adpsgd.joining.replacements import lost, starters, with_missed
+from hvd_adpsgd.joining.replacements import lost, starters
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.membership import are_told
 from hvd_adpsgd.training.presence import live
@@ -94,7 +94,9 @@ def _is_called(
             new &= _startable(world, living - failed)
         leaders = _leaders(world, living - failed)
         # learners that have failed with a mate cannot meet, and are waited for until they end
-        ending = any(group[0] in failed and living.intersection(group) for group in world.groups)
+        ending = any(
+            failed.intersection(group) and living.intersection(group) for group in world.groups
+        )
         first = acts or again or world.rank == min(leaders, default=world.rank)
         wants = bool(acts or again or new) and not ending
         others = leaders - {world.rank}
@@ -130,8 +132,6 @@ def _leaders(world: World, living: set[int]) -> set[int]:
 
 def _startable(world: World, living: set[int]) -> set[int]:
     """Return the super_ranks of lost super learners for which some host has slots."""
-    if world.config.shrink:
-        living = with_missed(world.groups, living)
     its = starters(world.placements, world.groups, living, {}, world.config.spare_slots)
     return set(its)
 
@@ -141,8 +141,6 @@ def _as_leader(world: World, flag: bool) -> bool:
     world.collectives.asks()
     with contextlib.ExitStack() as stack:
         for averaging in live()[:1]:
-            if averaging.super_learner.survivors is not None:
-                return averaging.super_learner.as_leader(flag)
             stack.enter_context(averaging.super_learner.reducing())
         told = horovod.broadcast(
             torch.tensor([flag], dtype=torch.uint8, device="cpu"), 0, "hvd_adpsgd.admit"

@@ -20,7 +20,6 @@ import torch
 
 from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.errors import (
-    ConfigError,
     CopyError,
     StrategyMismatchError,
     UnsupportedOptimizerError,
@@ -72,8 +71,6 @@ from hvd_adpsgd.training.presence import (
     stop_dropped,
     stop_unreferenced,
 )
-from hvd_adpsgd.training.shrinking import require_whole
-from hvd_adpsgd.training.survivors import BrokenSetError
 from hvd_adpsgd.training.timeline import StepRecord
 
 __all__ = ["DistributedOptimizer"]
@@ -201,11 +198,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         its = inner_process_set(process_set, world).ranks or ()
         require_same_sets(world, "hvd.DistributedOptimizer", its)
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
-    if world.config.shrink and live():
-        raise ConfigError(
-            "HVD_ADPSGD_SHRINK=1 with a second hvd.DistributedOptimizer: learners agree on the gradients of "
-            "one. Give one optimizer all parameters, or leave HVD_ADPSGD_SHRINK out."
-        )
     ranks = inner_process_set(process_set, world)
     wrapped = horovod.DistributedOptimizer(
         stand_in(optimizer),
@@ -314,17 +306,9 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Average gradients in the super learner, step, add corrections from exchanges, offer the model to peers.
 
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
-    once, around the optimizer's own step. No step is made if a learner has ended, and the others train on
-    without it: see training/shrinking.
+    once, around the optimizer's own step.
     """
     stop_dropped()
-    try:
-        return _whole_step(self, closure)
-    except BrokenSetError as broken:
-        return broken.loss
-
-
-def _whole_step(self: Any, closure: Callable[[], Any] | None) -> Any:
     averaging = self._averaging
     with averaging.stepping(self.param_groups):
         if closure is None:
@@ -352,11 +336,7 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            try:
-                average_for_step(self)
-            except BrokenSetError as broken:
-                broken.loss = loss
-                raise
+            average_for_step(self)
             averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
         averaging.before_update()
         return loss
@@ -373,7 +353,6 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more param_group from the next step on; all learners add groups in one order."""
     self._averaging.require_running(also_before_joining=True)
-    require_whole(self._averaging.world, "add_param_group")
     if self._averaging.plan.rule is not None:
         raise UnsupportedOptimizerError(
             f"add_param_group with averaging={self._averaging.spec.strategy.spec()}, which keeps tensors "

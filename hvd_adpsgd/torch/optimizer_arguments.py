@@ -26,7 +26,6 @@ from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.sharded import is_sharded, require_whole_shards
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
-from hvd_adpsgd.training.shrinking import require_whole
 from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
 
 __all__ = [
@@ -84,9 +83,6 @@ def make_spec(
     config: Config = world.config.replace(**{k: v for k, v in given.items() if v is not None})
     if strategy.averages != "nothing":
         inner_process_set(process_set, world)
-    if config.shrink:
-        _require_missable(strategy, averages, inner["op"])
-        require_whole(world, "hvd.DistributedOptimizer")
     _require_wire(strategy, config, world)
     _require_pairs(strategy, config, world)
     _require_random_peers(strategy, config, world)
@@ -136,30 +132,6 @@ def _require_shardable(strategy: Strategy, buffers: Any, world: World) -> None:
         return
     raise ConfigError(
         f"the model is sharded inside the super learner, and {problem}. Use a plain model, or {cure}."
-    )
-
-
-def _require_missable(strategy: Strategy, averages: bool, op: Any) -> None:
-    """Raise ConfigError where a super learner could not train on without one of its learners.
-
-    Args:
-        strategy: the strategy.
-        averages: whether this library averages the gradients in the super learner.
-        op: the reduction.
-    """
-    if not averages:
-        problem = "DistributedDataParallel, fully_shard or the script averages gradients"
-        cure = "let the library average those of a plain model"
-    elif not strategy.is_gossip:
-        problem = f"averaging={strategy.spec()} is more than gossip"
-        cure = "use random_pairs, fixed_ring or random_ring"
-    elif op == horovod.Adasum:
-        problem, cure = "op=Adasum combines gradients of 2, 4, 8, ... learners", "leave op out"
-    else:
-        return
-    raise ConfigError(
-        f"HVD_ADPSGD_SHRINK=1, and {problem}: a super learner could not train on without one of its "
-        f"learners. Leave HVD_ADPSGD_SHRINK out, or {cure}."
     )
 
 

@@ -39,8 +39,7 @@ def joined(device: int) -> Iterator[None]:
         device: GPU of the zeros, see horovod.join.
 
     Raises:
-        StrategyMismatchError: at once, for a strategy whose super learners wait for each other, and with
-            HVD_ADPSGD_SHRINK.
+        StrategyMismatchError: at once, for a strategy whose super learners wait for each other.
         LearnerFailedError: if a learner of this super learner has failed.
     """
     world = worlds.current()
@@ -93,11 +92,6 @@ def _require_equal(world: World, dropped: list[Averaging]) -> None:
 
 def _require_asynchronous(averaging: Averaging) -> None:
     averaging.require_running()
-    if averaging.super_learner.survivors is not None:
-        raise StrategyMismatchError(
-            "join() with HVD_ADPSGD_SHRINK=1: a learner in join() would not tell its mates that it has "
-            "averaged their gradients. Give all learners the same number of batches."
-        )
     if averaging.plan.in_step is not None:
         raise StrategyMismatchError(
             f"join() with averaging={averaging.spec.strategy.spec()}: its super learners wait for each other "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -88,8 +88,6 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged(), self.rule.moments)
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
-        if self.super_learner.survivors is not None:
-            self.at_stop.append(self.super_learner.survivors.leaves)
         self.order = StepOrder(
             self.super_learner, lambda: self.number, self.plan.in_step is not None, self.retire
         )
@@ -209,7 +207,6 @@ class Averaging:
         gradients: int,
         again: bool = False,
         are_averaged: Callable[[], bool] | None = None,
-        drops: bool = False,
     ) -> Iterator[None]:
         """Context manager around Horovod's wait for the super learner's gradient all-reduces.
 
@@ -219,7 +216,6 @@ class Averaging:
             are_averaged: tells whether Horovod has finished with the submitted gradients, with or without an
                 error. If given, this waits for the submissions of the other learners before the block, since
                 Horovod's wait cannot be interrupted.
-            drops: see SuperLearner.reducing.
 
         Raises:
             CollectiveMismatchError: if another learner of the super learner never submits its gradients: it
@@ -230,10 +226,8 @@ class Averaging:
         with self.record.part("inner_allreduce", self.step):
             if are_averaged is not None:
                 self.order.await_mates(are_averaged)
-            with self.super_learner.reducing(drops):
-                self.super_learner.require_unbroken()
+            with self.super_learner.reducing():
                 yield
-                self.super_learner.confirm()
         self._submitted = 0
         self.super_learner.mates.averaged()
         if self.plan.in_step is not None and not again:
@@ -241,17 +235,6 @@ class Averaging:
         if gradients:
             self.engine.memory.all_met(self.super_learner.mates.has_joined)
         self.super_learner.require_quorum()
-
-    def drop_set(self, lost: Sequence[int]) -> None:
-        """Drop the set of gradients under way, which the end of the learners `lost` (inner ranks) has broken.
-
-        A publication that was begun for it is that of the next set.
-        """
-        mates = self.super_learner.mates
-        mates.loses(lost)
-        mates.returns(mates.sets + 1)
-        self._submitted = 0
-        self.super_learner.has_broken = False
 
     @torch.no_grad()
     def before_optimizer(self) -> bool:

@@ -168,8 +168,6 @@ class Engines:
         The script may not know it: it gets torch's error where torch averages its gradients.
         """
         world = self._world
-        if self._super_learner.survivors is not None:  # the engine's learner, the leader, is here
-            return False
         return not world.failed_inside(0) <= set(world.collectives.left())
 
     @property

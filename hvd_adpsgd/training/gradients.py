@@ -49,11 +49,10 @@ class Gradients:
     Attributes:
         averaged: whether the gradients are averaged, and neither used by step() nor dropped since.
         by_backward: whether backward() has averaged them, and synchronize() was not called since.
-        skipped: whether they were dropped, as a learner had ended, and step() has not been called since.
     """
 
     def __init__(self) -> None:
-        self.averaged = self.by_backward = self.skipped = False
+        self.averaged = self.by_backward = False
         self._awaited = 0  # number of gradients that the set of gradients under way needs
         self._computed: dict[torch.Tensor, _Mark] = {}
         self._submitted: dict[torch.Tensor, _Mark] = {}
@@ -75,7 +74,7 @@ class Gradients:
             Whether the set is complete: no gradient is missing but those of frozen parameters
             (requires_grad=False).
         """
-        self.averaged = self.skipped = False
+        self.averaged = False
         if not self._submitted:
             self._awaited = sum(p.requires_grad for p in trained)
         for p in parameters:
@@ -134,11 +133,6 @@ class Gradients:
         """Forget the averaged gradients, which step() has used or the script has dropped."""
         self.averaged = self.by_backward = False
         self._averaged.clear()
-
-    def skip(self) -> None:
-        """Forget all gradients, and let the next step() make no step unless new ones are computed before."""
-        self.forget()
-        self.skipped = True
 
     def forget(self) -> None:
         """Forget all gradients: averaged, submitted to Horovod and computed ones."""

@@ -29,9 +29,7 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
 from hvd_adpsgd.training.presence import live
-from hvd_adpsgd.training.shrinking import shrink
 from hvd_adpsgd.training.super_learner import SuperLearner
-from hvd_adpsgd.training.survivors import BrokenSetError
 
 __all__ = [
     "Reducible",
@@ -71,10 +69,7 @@ def _submit(self: Any, parameters: tuple[torch.Tensor, ...], submit: Callable[[A
     _before_gradient(self, parameters)
     for parameter in parameters:
         lay_out_gradient(parameter)
-    handle = (None, None)
-    # else the gradients are dropped where they are waited for
-    with contextlib.suppress(BrokenSetError), self._averaging.super_learner.reducing(drops=True):
-        self._averaging.super_learner.require_unbroken()
+    with self._averaging.super_learner.reducing():
         handle = submit(self._horovod)
     is_last = self._gradients.submit(parameters, self._requires_update)
     # else submit_missing() has submitted the gradient of a frozen parameter
@@ -158,8 +153,7 @@ def _pollable(handle: Any) -> list[int]:
     """Return a gradient's Horovod handles; for a sparse one, those inside Horovod's returned function."""
     if isinstance(handle, int):
         return [handle]
-    if handle is None:  # not submitted, as a learner has ended: these gradients are dropped
-        return []
+    assert handle is not None, "every gradient is submitted"
     held = inspect.getclosurevars(handle).nonlocals
     return [value for name, value in held.items() if name.endswith("_handle")]
 
@@ -167,7 +161,7 @@ def _pollable(handle: Any) -> list[int]:
 def synchronize(self: Any) -> None:
     """Wait until the gradients are averaged in the super learner; average them if backward() has not."""
     gradients = self._gradients
-    if gradients.skipped or not self._averaging.spec.averages_gradients:
+    if not self._averaging.spec.averages_gradients:
         self._averaging.require_running()
         self._synchronized = True
         return
@@ -181,11 +175,7 @@ def synchronize(self: Any) -> None:
 
 
 def average_for_step(self: Any) -> None:
-    """Average, in step(), gradients that are not averaged yet; inside skip_synchronize() raise instead.
-
-    Raises:
-        BrokenSetError: if they were dropped, as a learner has ended, so that no learner makes this step.
-    """
+    """Average, in step(), gradients that are not averaged yet; inside skip_synchronize() raise instead."""
     gradients, averaging = self._gradients, self._averaging
     if not averaging.spec.averages_gradients:
         _meet_for_step(self)
@@ -195,13 +185,8 @@ def average_for_step(self: Any) -> None:
             f"step {averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
             "averaged: each learner would use its own. Call optimizer.synchronize() before it."
         )
-    if self._should_synchronize and (
-        self._handles or not (gradients.averaged or gradients.skipped)
-    ):
+    if self._should_synchronize and (self._handles or not gradients.averaged):
         _average(self, unscaled=bool(self._handles) and _is_called_by_scaler())
-    if gradients.skipped:
-        gradients.skipped = self._synchronized = False
-        raise BrokenSetError
     if averaging.world.inner_size > 1:
         inner = averaging.super_learner
         inner.replacements.step(inner.mates.sets, gradients.replaced(_reduced(self)))
@@ -287,14 +272,6 @@ def _is_called_by_scaler() -> bool:
 
 
 def _average(self: Any, by_backward: bool = False, unscaled: bool = False) -> None:
-    """Average the gradients, see `_average_set`; if a learner that can be missed has ended, drop them."""
-    try:
-        _average_set(self, by_backward, unscaled)
-    except BrokenSetError:
-        shrink(self)
-
-
-def _average_set(self: Any, by_backward: bool, unscaled: bool) -> None:
     """Submit missing gradients to Horovod, and wait until all are averaged.
 
     Args:
@@ -305,7 +282,6 @@ def _average_set(self: Any, by_backward: bool, unscaled: bool) -> None:
     Raises:
         GradientOrderError: if the script has changed gradients between backward() and this call. All-reduces
             that are running end first.
-        BrokenSetError: if a learner that can be missed has ended.
     """
     gradients, averaging = self._gradients, self._averaging
     mates = averaging.super_learner.mates
@@ -328,7 +304,7 @@ def _average_set(self: Any, by_backward: bool, unscaled: bool) -> None:
     submit_missing(self)
     # backward() has waited for the other learners
     are_averaged = None if by_backward else completion_of(self)
-    with averaging.reducing(len(self._requires_update), again, are_averaged, drops=True):
+    with averaging.reducing(len(self._requires_update), again, are_averaged):
         self._horovod.synchronize(self)
     refusing = mates.refusing()
     differ = averaging.super_learner.replacements.differ(mates.sets - 1)

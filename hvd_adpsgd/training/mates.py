@@ -7,7 +7,7 @@ all learners of the super learner.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shared_memory import shared_counters
 
-__all__ = ["FOREVER", "Mates"]
+__all__ = ["Mates"]
 
 _COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
-FOREVER = 2**62  # more sets than there are
 # seconds between two polls; Horovod's own cycle is 1 ms
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
 
@@ -128,12 +127,6 @@ class Mates:
         """Reset the counters after all learners have called join(): the next set is number `sets`."""
         self.sets, self._asked = sets, 0
         self._mine[[_COMPLETE, _JOINED, _ASKED]] = sets, 0, sets << 32
-
-    def loses(self, ranks: Sequence[int]) -> None:
-        """Stop waiting for these learners (inner ranks), which have ended; all others call this."""
-        for rank in ranks:
-            self._rows[rank] = 0
-            self._rows[rank, _COMPLETE] = FOREVER
 
     def has_joined(self, rank: int) -> bool:
         """Whether learner `rank`, in join(), contributed zeros to the set of gradients averaged last.

@@ -93,14 +93,6 @@ class StepOrder:
                 "error (see its output). Make the same number of steps on all learners of a super learner, "
                 "then close."
             )
-        survivors = self._super_learner.survivors
-        for mate in survivors.awaiting(late) if survivors is not None else ():
-            raise horovods(CollectiveMismatchError)(
-                f"step {step}, learner {world.rank}: learner {ranks[mate]}, of the same super learner, waits "
-                "for this one in an operation, as hvd.admit(blocking=False), and this one waits for its "
-                "gradients. Make the same number of steps before each operation on all learners of a super "
-                "learner."
-            )
         try:
             world.collectives.require_step(
                 self.averaged_sets().of, mates.sets, [ranks[mate] for mate in late]

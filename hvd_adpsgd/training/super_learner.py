@@ -24,7 +24,6 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
-from hvd_adpsgd.training.survivors import BrokenSetError, Survivors
 
 __all__ = ["SuperLearner", "horovods", "meeting_of", "wrapping_failures"]
 
@@ -46,9 +45,6 @@ class SuperLearner:
         world, step: see the arguments.
         mates: how far the other learners are in gradients and operations.
         replacements: compares, between the learners, the gradients that the script set in place of averages.
-        survivors: which learners are left, with HVD_ADPSGD_SHRINK; None without.
-        has_broken: whether the gradients under way cannot be averaged, as a learner that can be missed has
-            ended.
     """
 
     def __init__(
@@ -60,49 +56,23 @@ class SuperLearner:
         with wrapping_failures(world, config.deadline_s):
             self.mates = Mates(world.inner, world.inner_rank)
             self.replacements = Replacements(world.inner, world.inner_rank)
-            shrinks = config.shrink and world.inner_size > 1
-            self.survivors = Survivors(lambda: self.world) if shrinks else None
-        # until the connections show which learner has ended
-        self._patience_s = max(config.deadline_s, config.leave_deadline_s)
-        self.has_broken = False
 
     @contextlib.contextmanager
-    def reducing(self, drops: bool = False) -> Iterator[None]:
+    def reducing(self) -> Iterator[None]:
         """Context manager around Horovod's all-reduces: raises LearnerFailedError when a mate has failed.
-
-        Args:
-            drops: whether the caller can drop the gradients under way.
 
         Raises:
             LearnerFailedError: if a learner of this super learner has ended.
-            BrokenSetError: in its place, with HVD_ADPSGD_SHRINK, if the caller is to drop the gradients.
         """
         try:
             yield
         except HorovodInternalError as error:
             # on SIGTERM the mate ended first: block until this one ends, too
             preemption.block_if_leaving()
-            if drops and self.survivors and self.survivors.has_lost(self._patience_s):
-                self.has_broken = True
-                raise BrokenSetError from None
             failed = self.world.failed_inside(self._deadline_s)
             if not failed and "shut down" not in str(error):
                 raise
-            raise self.fails(failed) from None
-
-    def require_unbroken(self) -> None:
-        """Raise HorovodInternalError if the gradients under way cannot be averaged."""
-        if self.has_broken:
-            raise HorovodInternalError("a learner of the super learner has ended")
-
-    def confirm(self) -> None:
-        """Wait, with HVD_ADPSGD_SHRINK, until all learners have averaged the present set of gradients.
-
-        Raises:
-            HorovodInternalError: on all learners, if one of them has ended before.
-        """
-        if self.survivors is not None:
-            self.survivors.confirm(self.mates.sets)
+            raise self._broken(failed) from None
 
     def has_failed(self) -> bool:
         """Whether a learner of this super learner has ended; looks at most 20 times a second."""
@@ -123,25 +93,15 @@ class SuperLearner:
         Raises:
             LearnerFailedError: if a learner of this super learner has ended.
         """
-        with _if_a_learner_failed(self.world, self._deadline_s, self.fails), mpi_failures(doing):
+        with _if_a_learner_failed(self.world, self._deadline_s, self._broken), mpi_failures(doing):
             yield
 
     def barrier(self) -> None:
         """Wait until all learners of the super learner have entered this barrier."""
         with self.meeting("in the super learner"):
-            if self.survivors is not None:
-                self.survivors.barrier()
-            else:
-                of_communicator.barrier(self.world.inner)
+            of_communicator.barrier(self.world.inner)
 
-    def as_leader(self, flag: bool) -> bool:
-        """Return the leader's flag, with HVD_ADPSGD_SHRINK; all learners of the super learner call this."""
-        assert self.survivors is not None
-        with self.meeting("in the super learner"):
-            return self.survivors.as_leader(flag)
-
-    def fails(self, failed: set[int]) -> AdpsgdError:
-        """Let the super learner leave the job without the learners `failed`; return the error to raise."""
+    def _broken(self, failed: set[int]) -> AdpsgdError:
         error = _leaves(self.world, f"step {self.step()}", failed)
         self._stop("a learner of this super learner failed")
         return error
@@ -240,7 +200,7 @@ def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
         "checkpoint to have it back, unless its script calls hvd.admit, which replaces it."
     )
     abort_group(world)  # else this process would wait for its GPU as it ends
-    world.membership.fail(world.groups[world.super_rank])
+    world.membership.fail([world.rank])
     world.collectives.leave(message)
     return horovods(LearnerFailedError)(message)
 

@@ -21,7 +21,6 @@ DEFAULTS = {
     "prefer_fast_peers": 0.0,
     "inner": None,
     "shard": None,
-    "shrink": 0,
     "engine_cpus": None,
     "max_staleness": None,
     "wire_dtype": None,
@@ -65,7 +64,6 @@ ALLOWED = [
     ("exchange_share", "Auto", "auto"),
     ("max_overhead", "1", 1.0),
     ("prefer_fast_peers", "0.95", 0.95),
-    ("shrink", "1", 1),
     ("max_staleness", "1", 1),
     ("wire_dtype", "BFloat16", "bfloat16"),
     ("wire_dtype", "None", None),
@@ -103,7 +101,6 @@ REFUSED = [
     ("max_overhead", "0"),
     ("max_overhead", "auto"),
     ("prefer_fast_peers", "1"),
-    ("shrink", "2"),
     ("max_staleness", "0"),
     ("timeline_mib", "0"),
     ("wire_dtype", "float32"),
@@ -247,7 +244,7 @@ def another(name: str) -> object:
     """A value of the option that is not the default."""
     option = Config.__dataclass_fields__[name].metadata["option"]
     words = [*option.choices, "random_ring", "0123456789abcdef"]
-    found = words if option.kind is str else map(option.kind, (3, 100, 0.5, 1))
+    found = words if option.kind is str else map(option.kind, (3, 100, 0.5))
     return next(v for v in found if v != DEFAULTS[name] and option.allows(v))
 
 

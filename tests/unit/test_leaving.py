@@ -334,24 +334,3 @@ def test_a_leave_that_arrives_after_the_decision_is_waited_for(
         assert list(learners.map(shut_down, range(2))) == [(), ()]
     assert asked[1] == 4
     assert "failed while" not in caplog.text
-
-
-def test_a_lost_learner_that_waits_at_the_barrier_is_a_failure_to_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its script has ended early, and learner 0 trains on without it (HVD_ADPSGD_SHRINK)."""
-    inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]] = [queue.SimpleQueue() for _ in range(3)]
-    monkeypatch.setattr(shutdown, "exit_state", threading.local())
-    groups = [(0, 1), (2,)]
-
-    def shut_down(rank: int) -> tuple[bool, bool, tuple[int, ...]]:
-        membership = Membership(groups, ["a", "b"], rank // 2, shrinks=True)
-        membership.lose([1] if rank == 0 else [])
-        barrier = ShutdownBarrier(SharedNetwork(rank, inboxes), (0, 1, 2))
-        mates = groups[rank // 2]
-        teardown = Teardown(barrier, membership, mates, np.zeros(len(mates), dtype=np.uint8))
-        clean = teardown.meet(True, time.monotonic() + 60, lambda: ())
-        return clean, shutdown.exit_state.has_failures, shutdown.exit_state.failed
-
-    with ThreadPoolExecutor(3) as learners:
-        assert list(learners.map(shut_down, range(3))) == [(False, True, (1,))] * 3

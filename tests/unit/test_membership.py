@@ -192,37 +192,3 @@ def test_a_learner_that_does_not_lead_warns_of_nothing(lines) -> None:
     membership.is_leader = False
     membership.update([(1, FAILED)])
     assert [warns for warns, _ in lines()] == [False]
-
-
-# ---- with HVD_ADPSGD_SHRINK ---------------------------------------------------------------------
-
-
-def shrinking(own: int = 0) -> Membership:
-    groups = [(0, 1, 2), (3, 4, 5)]
-    return Membership(groups, ["node0", "node1"], own, shrinks=True)
-
-
-def test_a_super_learner_without_a_learner_that_does_not_lead_has_not_failed():
-    membership = shrinking()
-    membership.mates_ended({1, 5})
-    assert membership.states == [ALIVE, ALIVE]
-    assert membership.failed_ranks() == (1, 5)
-    assert membership.failed_ranks({1, 4}) == (1, 4, 5)
-    assert not membership.are_minority({0, 2, 3, 4})
-
-
-def test_without_its_leader_it_has_failed():
-    membership = shrinking(own=1)
-    assert membership.failed_ranks({3}) == (3, 4, 5)
-    membership.mates_ended({3})
-    assert membership.states == [ALIVE, FAILED]
-    assert membership.failed_ranks() == (3, 4, 5)
-
-
-def test_a_replaced_super_learner_lacks_none():
-    membership = shrinking()
-    membership.mates_ended({1})
-    membership.lose({4})
-    membership.update([(1, FAILED)])
-    membership.meet([0, 1])
-    assert membership.failed_ranks() == (1,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_adpsgd.joining.candidates import _moved
-from hvd_adpsgd.joining.replacements import is_minority, lost, starters, with_missed
+from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch.world import Placement
 
 
@@ -91,15 +91,3 @@ def test_on_another_host_it_shares_devices_that_are_there() -> None:
     moved = _moved(tuple(smaller), groups[1], 0)
     assert [p.local_rank for p in moved[4:]] == [0, 1, 0, 1]
     assert _moved(moved, groups[1], 1) == moved
-
-
-def test_a_super_learner_that_trains_on_without_a_learner_is_whole() -> None:
-    """It is not replaced, and starts others; the slot of the learner that it has lost stays taken."""
-    placements, groups = job(2, 2, of=2)
-    living = set(without(groups, 2, 3)) - {1, 3}
-    present = with_missed(groups, living)
-    assert present == {0, 1, 2, 3}
-    assert lost(groups, present) == [2, 3]
-    assert not is_minority(placements, groups, present, ())
-    assert starters(placements, groups, present, {}, 2) == {2: 0}
-    assert with_missed(groups, {1, 2}) == {1, 2, 3}  # the leader of the first one has failed

@@ -126,24 +126,6 @@ def test_collectives_of_large_arrays(hubs: Callable[[int], list[Hub]]) -> None:
         np.testing.assert_array_equal(given, mine[2])
 
 
-def test_the_others_go_on_without_one(hubs: Callable[[int], list[Hub]]) -> None:
-    """Twice; what learner 1 has sent before is not read."""
-    made = hubs(4)
-    everyone = [c for c in communicators(made, [0, 1, 2, 3]) if c]
-    together(*(lambda c=c: c.allgather(None) for c in everyone))
-    everyone[1].send(0, 7, b"late")
-    for stay, lost in (([0, 2, 3], [1]), ([0, 3], [2])):
-        its = [everyone[rank] for rank in stay]
-        for comm in its:
-            comm.leave_out(lost)
-        told = together(*(lambda c=c: c.allgather(c.Get_rank()) for c in its))
-        assert told == [list(range(len(stay)))] * len(stay)
-        assert {(c.ranks, c.first, c.Get_size()) for c in its} == {(*[tuple(stay)] * 2, len(stay))}
-        assert [list(c.poll()) for c in its] == [[]] * len(stay)
-    its[0].send(1, 3, b"now")
-    assert [(place, tag, bytes(data)) for place, tag, data in until(its[1])] == [(0, 3, b"now")]
-
-
 def test_one_that_ends_fails_what_waits_for_it(hubs: Callable[[int], list[Hub]]) -> None:
     made = hubs(3)
     everyone = communicators(made, [0, 1, 2])

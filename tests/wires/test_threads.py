@@ -221,7 +221,7 @@ def of_optimizer(engine: Engine, **world: Any) -> Engines:
     engines = Engines.__new__(Engines)
     engines.current, engines._ahead = engine, None
     engines._record, engines._tensors = mock.Mock(), mock.Mock(are_sharded=False)
-    engines._super_learner = mock.Mock(world=mock.Mock(**world), survivors=None)
+    engines._super_learner = mock.Mock(world=mock.Mock(**world))
     return engines
 
 
