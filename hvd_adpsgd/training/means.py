@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import NonFiniteModelError, PeerFailedError
+from hvd_adpsgd.inner.tensor_bytes import lent
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
@@ -117,7 +118,7 @@ def means_of_models(
                 f"{'Give the others a weight, or none.' if leaders else 'Start again from a checkpoint.'}"
             )
         weights = _within_range(weights)
-        arrays = [h.contiguous().numpy() for h in hosts]
+        arrays = [lent(h.contiguous()) for h in hosts]
         unfit = [attempt.ranks[i] for i in leaders if i not in fits]
         if not any(cut):
             return _means_of(attempt, weights, arrays, wanted), unfit

@@ -303,6 +303,11 @@ STATES = """
         facts["conj"] = [str(odd.conj.tolist()), odd.imag.tolist()]
         facts["sums"] = flat(hvd.allreduce(twist.conj().imag, op=hvd.Sum, name="negative"))
         facts["gathered"] = flat(hvd.allgather(twist.conj().imag, name="negatives"))
+        grid = torch.full((2, 1), float(rank)).expand(2, 3)  # Horovod refuses these, too
+        hvd.broadcast_parameters({"grid": grid}, 1)
+        facts["expanded"] = flat(grid)
+        odd = Odd(grid=torch.arange(3.0) if rank == 1 else torch.ones(1).expand(3))
+        facts["not one number"] = error(lambda: hvd.broadcast_parameters(odd.state_dict(), 1))
 
     # vectors of either sign: their mean is 0
     normed = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3))
@@ -327,6 +332,80 @@ STATES = """
         facts["scripted"] = flat(scripted.weight.data)
         scripted.half()
     facts["scripted back"] = [str(scripted.running_mean.dtype), float(scripted.weight[0]) - hvd.super_rank()]
+
+    # the script may do with a tensor afterwards what it could before: resize, share, alias
+    def allowed(tensors):
+        return [(t.untyped_storage().resizable(), t.is_shared(), t.untyped_storage().data_ptr(), t.stride(),
+                 t._base is None, t.untyped_storage().nbytes()) for t in tensors]
+
+    def entered(context):
+        with context:
+            pass
+
+    def async_(call, tensor):
+        return hvd.synchronize(call(tensor))
+
+    mine = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    mine[0].weight.data.share_memory_()
+    view = torch.ones(4, 3).t()
+    view = view if hvd.super_size() > 1 else view.contiguous()  # Horovod refuses strides
+    mine[0].register_parameter("view", torch.nn.Parameter(view))
+    wrapped = hvd.DistributedOptimizer(
+        torch.optim.Adam(mine.parameters(), lr=0.5), named_parameters=mine.named_parameters(), buffers=mine
+    )
+    def step():
+        wrapped.zero_grad()
+        (mine(torch.ones(2, 3)).sum() + mine[0].view.sum()).backward()
+        wrapped.step()
+
+    def restored(how):
+        import io
+        file = io.BytesIO()
+        with how:
+            torch.save((mine.state_dict(), wrapped.state_dict()), file)
+
+    x, y = torch.ones(4) * rank, torch.arange(200_000.0)
+    OPERATIONS = {
+        "allreduce": lambda: hvd.allreduce(x), "allreduce_": lambda: hvd.allreduce_(x),
+        "large": lambda: hvd.allreduce(y), "allreduce_async": lambda: async_(hvd.allreduce_async, x),
+        "allreduce_async_": lambda: async_(hvd.allreduce_async_, x),
+        "grouped_allreduce": lambda: hvd.grouped_allreduce([x, y]),
+        "grouped_allreduce_": lambda: hvd.grouped_allreduce_([x, y]),
+        "allgather": lambda: hvd.allgather(x), "large gather": lambda: hvd.allgather(y),
+        "allgather_async": lambda: async_(hvd.allgather_async, x),
+        "grouped_allgather": lambda: hvd.grouped_allgather([x, y]),
+        "broadcast": lambda: hvd.broadcast(x, 1), "broadcast_": lambda: hvd.broadcast_(x, 1),
+        "broadcast_async": lambda: async_(lambda t: hvd.broadcast_async(t, 1), x),
+        "broadcast_async_": lambda: async_(lambda t: hvd.broadcast_async_(t, 1), x),
+        "allgather_object": lambda: hvd.allgather_object(x),
+        "broadcast_object": lambda: hvd.broadcast_object(x),
+        "inner": lambda: hvd.allreduce_(x, process_set=hvd.super_learner),
+        "inner broadcast": lambda: hvd.broadcast_(y, 0, process_set=hvd.super_learner),
+        "inner gather": lambda: hvd.allgather(y, process_set=hvd.super_learner),
+        "broadcast_parameters": lambda: hvd.broadcast_parameters(mine.state_dict(), 0),
+        "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(wrapped, 0),
+        "step": step, "averaged": lambda: entered(hvd.averaged(mine)),
+        "averaged buffers": lambda: entered(hvd.averaged(mine, buffers=True)),
+        "average_model": lambda: hvd.average_model(mine), "distance": lambda: hvd.consensus_distance(mine),
+        "saved": lambda: restored(hvd.averaging_paused()), "saved mean": lambda: restored(hvd.averaged(mine)),
+        "admit": lambda: hvd.admit(mine, wrapped) if hvd.super_size() > 1 else None,
+        "metrics": hvd.metrics, "loaded": lambda: wrapped.load_state_dict(wrapped.state_dict()),
+    }
+    step()
+    facts["changed"], facts["not their own"] = [], []
+    for name, operation in OPERATIONS.items():
+        tensors = [x, y, *mine.parameters(), *mine.buffers()]
+        if name not in ("broadcast_optimizer_state", "loaded"):  # these may give the moments new tensors
+            tensors += [t for its in wrapped.state.values() for t in its.values()]
+        tensors += [p.grad for p in mine.parameters()]
+        before = allowed(tensors)
+        found = operation()
+        facts["changed"] += [] if allowed(tensors) == before else [name]
+        given = found if isinstance(found, list) else [found]
+        for tensor in (t for t in given if torch.is_tensor(t)):
+            storage = tensor.untyped_storage()
+            if not storage.resizable() or storage.nbytes() != tensor.nbytes:
+                facts["not their own"] += [name]
 
     # of a script that makes its tensors on a device by default, here on one without memory
     plain = Odd(buffer=torch.ones(2) * rank)
@@ -373,6 +452,11 @@ def test_states_and_objects(n: int, k: int) -> None:
         assert facts[0]["conj"] == ["[(2-4j)]", [-4.0]]
         assert facts[0]["sums"] == [-4.0 * n], "the root's wherever the memory is"
         assert facts[0]["gathered"] == [-4.0] * n
+        assert facts[0]["expanded"] == [1.0] * 6
+        kind, text = facts[0].pop("not one number")
+        assert kind == "ModelMismatchError" and "grid of shape [3] is expanded" in text
+    assert facts[0]["changed"] == [], "a tensor can no longer be resized, or is another one"
+    assert facts[0]["not their own"] == [], "a result that cannot be resized, or is a part of more"
     assert facts[0]["normed"] and facts[0]["vectors"] == [4, True]
     assert facts[0]["statistic"] == [(n // k - 1) / 2] * 3
     assert facts[0]["scripted"] == [1 + (n // k - 1) / 2] * 2

@@ -19,7 +19,7 @@ from hvd_adpsgd.inner.gpus import abort_nccl, cuda_backend
 from hvd_adpsgd.inner.over_torch.names import Adasum, Average, Max, Min, Product, Sum
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
-from hvd_adpsgd.inner.tensor_bytes import bytes_of
+from hvd_adpsgd.inner.tensor_bytes import bytes_of, overwrite
 
 __all__ = ["Transfers", "Work"]
 
@@ -249,7 +249,8 @@ class Transfers:
             if self._size > 1 and data.numel():
                 self._group(tensor.device).broadcast([data], options).wait()
             if data.data_ptr() != tensor.data_ptr():
-                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+                values = data.view(tensor.dtype).view(tensor.shape)
+                overwrite(decision.request.name, tensor, values)
         return list(pending.tensors)
 
     def _alltoall(self, decision: Decision, pending: Pending) -> list[Any]:

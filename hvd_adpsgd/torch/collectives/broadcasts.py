@@ -14,7 +14,7 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.inner.horovod import Average
-from hvd_adpsgd.inner.tensor_bytes import bytes_of
+from hvd_adpsgd.inner.tensor_bytes import bytes_of, lent, overwrite
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
@@ -121,6 +121,7 @@ def broadcast_parameters(params: Parameters, root_rank: int | None) -> None:
     Raises:
         ConfigError: for params of another type, an entry that is no dense tensor, a root_rank out of range.
         CollectiveMismatchError: on all learners, if their parameters differ in name, dtype or shape.
+        ModelMismatchError: on all learners, if a tensor is expanded and cannot hold the root's numbers.
         PeerFailedError: if the root has failed.
     """
     named = _named(params)
@@ -274,20 +275,20 @@ def broadcast_all(
 
     def operation(attempt: Attempt) -> None:
         root = _root_in(world, call)
-        _pass_on(attempt, root, [tensor for _, tensor in named if not is_sharded(tensor)])
-        parts = [local(tensor) for _, tensor in named if is_sharded(tensor)]
+        _pass_on(attempt, root, [(name, its) for name, its in named if not is_sharded(its)])
+        parts = [(name, local(tensor)) for name, tensor in named if is_sharded(tensor)]
         if parts and not world.collectives.joining:
             _pass_on(*_with_giver(world, attempt, root), parts)
 
     run_call(world, call, operation)
 
 
-def _pass_on(attempt: Attempt, root: int, tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
+def _pass_on(attempt: Attempt, root: int, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
+    for name, tensor in named:
         staged = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        attempt.broadcast(bytes_of(staged).numpy(), root)
+        attempt.broadcast(lent(bytes_of(staged)), root)
         if staged.data_ptr() != tensor.data_ptr() and attempt.rank != root:
-            tensor.detach().copy_(staged)
+            overwrite(name, tensor.detach(), staged)
 
 
 def _with_giver(world: World, attempt: Attempt, root: int) -> tuple[Attempt, int]:

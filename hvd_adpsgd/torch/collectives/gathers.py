@@ -12,7 +12,7 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.inner.horovod import Average
-from hvd_adpsgd.inner.tensor_bytes import bytes_of
+from hvd_adpsgd.inner.tensor_bytes import bytes_of, lent
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
@@ -111,9 +111,9 @@ def gather(kind: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list
 
 def _gathered(attempt: Attempt, tensor: torch.Tensor, rows: Sequence[int]) -> Gathered:
     gathered = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
-    everything = bytes_of(gathered).numpy()
+    everything = lent(bytes_of(gathered))
     row = everything.size // max(sum(rows), 1)
-    attempt.allgatherv(bytes_of(tensor.detach().cpu()).numpy(), everything, [row * n for n in rows])
+    attempt.allgatherv(lent(bytes_of(tensor.detach().cpu())), everything, [row * n for n in rows])
     mine = attempt.rank
     return Gathered(gathered.to(tensor.device), sum(rows[:mine]), rows[mine])
 

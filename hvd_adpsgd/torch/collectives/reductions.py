@@ -23,6 +23,7 @@ from hvd_adpsgd.inner.horovod import (
     Sum,
     handle_average_backwards_compatibility,
 )
+from hvd_adpsgd.inner.tensor_bytes import lent
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
@@ -217,13 +218,19 @@ def _checked_op(kind: str, op: Any, average: bool | None) -> Any:
 
 def reduce_(tensors: Sequence[torch.Tensor], how: Reduction) -> Sequence[torch.Tensor]:
     """Combine tensors over all learners in place, and return the tensors."""
-    for tensor, reduced in zip(tensors, reduce(tensors, how), strict=True):
+    for tensor, reduced in zip(tensors, _reduced(tensors, how), strict=True):
         tensor.detach().copy_(reduced)
     return tensors
 
 
 def reduce(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor]:
-    """Return tensors combined over all learners, in one operation that sends one array per dtype."""
+    """Return tensors combined over all learners; each has memory of its own, which the script may resize."""
+    reduced = zip(tensors, _reduced(tensors, how), strict=True)
+    return [tensor.new_empty(tensor.shape).copy_(its) for tensor, its in reduced]
+
+
+def _reduced(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tensor]:
+    """As reduce, in one operation that sends one array per dtype; the results are views of these arrays."""
     world, combine = worlds.current(), _COMBINED_BY.get(how.op, np.add)
     unfit = next((t for t in tensors if not _is_reducible(t)), None)
     mine = {} if unfit is not None else _packed([_scaled(_flat(t), how.prescale) for t in tensors])
@@ -259,7 +266,7 @@ def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
     for part in parts:
         by_dtype.setdefault(part.dtype, []).append(part)
     return {
-        dtype: (same[0] if len(same) == 1 else torch.cat(same)).numpy()
+        dtype: lent(same[0] if len(same) == 1 else torch.cat(same))
         for dtype, same in by_dtype.items()
     }
 
@@ -267,15 +274,14 @@ def _packed(parts: list[torch.Tensor]) -> dict[torch.dtype, NDArray[Any]]:
 def _unpacked(
     totals: dict[torch.dtype, torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Split reduced arrays into one tensor for each of `tensors`, of its dtype, shape and device."""
+    """Split reduced arrays into one view for each of `tensors`, of its shape."""
     taken = dict.fromkeys(totals, 0)
     parts = []
     for tensor in tensors:
         dtype = _REDUCED_IN.get(tensor.dtype, tensor.dtype)
         start = taken[dtype]
         taken[dtype] += tensor.numel()
-        part = totals[dtype][start : taken[dtype]]
-        parts.append(part.to(dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device))
+        parts.append(totals[dtype][start : taken[dtype]].view(tensor.shape))
     return parts
 
 
