@@ -118,24 +118,46 @@ class Connections:
         self._broken: OSError | None = None  # the error that has ended this object's thread
         self._stop: Callable[[], object] = bool
         self._thread: threading.Thread | None = None
-        self._news_out, self._news_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._dials_out, self._dials_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.wire = TcpWire(
-            SystemClock(),
-            rank,
-            size,
-            self._news_out,
-            self._dials_in,
-            config.connections,
-            config.idle_connection_s,
-            config.failure_timeout_s,
-        )
+        self._pipes: list[int] = []
+        try:
+            self._news_out, self._news_in = self._pipe()
+            self._dials_out, self._dials_in = self._pipe()
+            self.wire = TcpWire(
+                SystemClock(),
+                rank,
+                size,
+                self._news_out,
+                self._dials_in,
+                config.connections,
+                config.idle_connection_s,
+                config.failure_timeout_s,
+            )
+        except OSError as error:
+            self._close_pipes()
+            raise self._cannot_open(error) from error
         _open.add(self)
+
+    def _pipe(self) -> tuple[int, int]:
+        ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pipes += ends
+        return ends
+
+    def _close_pipes(self) -> None:
+        while self._pipes:
+            os.close(self._pipes.pop())
+
+    def _cannot_open(self, error: Exception) -> TransportError:
+        code = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(code) if code else error
+        return TransportError(
+            f"{self._kind} {self._rank} cannot open connections: {why}. Raise its limits of open files "
+            "(ulimit -n) and of processes (ulimit -u)."
+        )
 
     # ---- meeting -------------------------------------------------------------------------
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Listen on an address of this host, and learn the addresses of all other ends.
+        """Listen on an address of this host, and learn the addresses of all other ends; close on any error.
 
         Args:
             gather: see Engine.start.
@@ -144,6 +166,15 @@ class Connections:
             TopologyError: on all ends, if one of them finds no address to listen on.
             TransportError: if the thread cannot start, as without a free file descriptor.
         """
+        try:
+            self._meet(gather)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise self._cannot_open(error) from error
+            raise
+
+    def _meet(self, gather: Callable[[Any], list[Any]]) -> None:
         me = _Member(
             network_name(), addresses(), secrets.token_hex(SECRET_NBYTES), self._incarnation
         )
@@ -154,17 +185,16 @@ class Connections:
         self._addresses = [a and _Address(*a) for a in gather(self._listen(known))]
         for rank, address in enumerate(self._addresses):
             if address is not None and address.error:
-                self.close()
                 raise TopologyError(f"{self._kind} {rank}: {address.error}")
-        self._thread = threading.Thread(target=self._main, name="adpsgd-connect", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._main, name="adpsgd-connect", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise self._cannot_open(error) from error
+        self._thread = thread
         self._ready.wait()
         if self._broken is not None:
-            self.close()
-            raise TransportError(
-                f"{self._kind} {self._rank} cannot open connections: {self._broken}. Raise its limit of open "
-                "files (ulimit -n)."
-            )
+            raise self._cannot_open(self._broken)
 
     @property
     def address(self) -> str:
@@ -179,6 +209,7 @@ class Connections:
         return f"{other.host} port {other.port}" if other is not None else "no address"
 
     def _listen(self, known: list[tuple[str, list[tuple[str, str]]]]) -> _Address:
+        address = "any address"
         try:
             address = choose_address(self._config.nics, network_name(), known)
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -385,10 +416,7 @@ class Connections:
         self.wire.close()
         if self._listener is not None:
             self._listener.close()
-        if self._news_in >= 0:
-            for handle in (self._news_in, self._news_out, self._dials_in, self._dials_out):
-                os.close(handle)
-            self._news_in = -1
+        self._close_pipes()
         _open.discard(self)
 
     def forget(self) -> None:

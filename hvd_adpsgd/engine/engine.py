@@ -180,6 +180,8 @@ class Engine:
     def start(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         """Start the engine's thread (leader only): it answers peers, and asks peers once a model is offered.
 
+        Stops the engine on any error.
+
         Args:
             gather: returns the values of all leaders, by rank in `outer`, with None for a failed leader; the
                 other learners call it as often as leaders do. By default an all-gather over `outer`.
@@ -193,11 +195,15 @@ class Engine:
                 for _ in range(self._gathers):
                     gather(None)
             return
-        with mpi_failures("averaging"):
-            self._meet_leaders(self.loop, gather or self._outer.allgather)
-        self._announce()
-        with _on(self._cores):
-            self.loop.start()
+        try:
+            with mpi_failures("averaging"):
+                self._meet_leaders(self.loop, gather or self._outer.allgather)
+            self._announce()
+            with _on(self._cores):
+                self.loop.start()
+        except BaseException:
+            self.stop()
+            raise
         # otherwise MPI_Finalize runs at exit while the thread still calls MPI
         atexit.register(self.stop)
 

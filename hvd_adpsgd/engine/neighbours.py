@@ -84,6 +84,21 @@ class Neighbours:
         model: ShownModel | None = None,
     ):
         outbox = try_file(shape.nbytes)
+        try:
+            self._meet(shape, me, gather, model, outbox)
+        finally:
+            # close the file only after the second gather: until then a peer may open it by its descriptor
+            if outbox is not None:
+                os.close(outbox.handle)
+
+    def _meet(
+        self,
+        shape: OutboxShape,
+        me: int,
+        gather: Callable[[Any], list[Any]],
+        model: ShownModel | None,
+        outbox: File | None,
+    ) -> None:
         mine = _Offer(host_name(), outbox, model)
         offers = [offer or _NOTHING for offer in gather(mine)]
         near = [offer if offer.host == mine.host and outbox else _NOTHING for offer in offers]
@@ -107,9 +122,6 @@ class Neighbours:
                 )
             ]
         )
-        # close the file only after the second gather: until then a peer may open it by its descriptor
-        if outbox is not None:
-            os.close(outbox.handle)
         both = [
             [bool(reach[i] and reach[me][i][k] and reach[i][me][k] and i != me) for k in range(2)]
             for i in range(len(offers))

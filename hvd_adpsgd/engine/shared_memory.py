@@ -210,24 +210,26 @@ def _shared_memory(
             file = _reserve(nbytes)
         except OSError as problem:
             error = f"{nbytes / 2**20:.0f} MiB of shared memory in {SHARED_FOLDER}: {problem}"
-    own = file
-    file, error = inner.bcast((file, error), root=leader)
-    area: mmap.mmap | None = None
-    if error is None:
-        try:
-            area = _map(file, nbytes)
-        except OSError as problem:
-            error = f"mapping {nbytes / 2**20:.0f} MiB of {SHARED_FOLDER}: {problem}"
-    errors = [e for e in inner.allgather(error) if e]
-    if own is not None and (errors or not keep):
-        os.close(own.handle)
-        own = None
-    if errors or area is None:
-        raise WorldError(
-            f"{errors[0]}. The learners of a super learner share their corrections in {SHARED_FOLDER}: "
-            "enlarge it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
-        )
-    return np.frombuffer(area, dtype=np.uint8, count=nbytes), own
+    kept, own = None, file
+    try:
+        file, error = inner.bcast((file, error), root=leader)
+        area: mmap.mmap | None = None
+        if error is None:
+            try:
+                area = _map(file, nbytes)
+            except OSError as problem:
+                error = f"mapping {nbytes / 2**20:.0f} MiB of {SHARED_FOLDER}: {problem}"
+        errors = [e for e in inner.allgather(error) if e]
+        if errors or area is None:
+            raise WorldError(
+                f"{errors[0]}. The learners of a super learner share their corrections in {SHARED_FOLDER}: "
+                "enlarge it, or run one learner per super learner (HVD_ADPSGD_SUPER_LEARNER_SIZE=1)."
+            )
+        kept = own if keep else None
+        return np.frombuffer(area, dtype=np.uint8, count=nbytes), kept
+    finally:
+        if own is not None and kept is None:
+            os.close(own.handle)
 
 
 def _reserve(nbytes: int) -> File:

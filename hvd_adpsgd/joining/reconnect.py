@@ -150,6 +150,22 @@ def connect_anew(
         TransportError, TopologyError: if this learner cannot connect.
     """
     hub = Hub(world.rank, len(offer.placements), world.config, gather)
+    try:
+        return _grouped(hub, world, offer, ranks, senders, ends)
+    except BaseException:
+        hub.close()
+        raise
+
+
+def _grouped(
+    hub: Hub,
+    world: World,
+    offer: JoinOffer,
+    ranks: Sequence[int],
+    senders: Sequence[int],
+    ends: float,
+) -> NewGroup:
+    """Make the communicators of `ranks` over the new connections; see `connect_anew`."""
     groups, there = offer.groups, set(ranks)
     members = tuple(i for i, group in enumerate(groups) if group[0] in there)
     mine = offer.placements[world.rank].host

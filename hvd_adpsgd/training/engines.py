@@ -203,10 +203,16 @@ class Engines:
             cores=engine_cores(),
         )
         engine.rounds.look = self._look
-        with wrapping_failures(world, self._config.deadline_s):
-            for specs in self._tensors.specs if memory is None else ():
-                engine.memory.extend(specs)
-        engine.start(gather)
+        try:
+            with wrapping_failures(world, self._config.deadline_s):
+                for specs in self._tensors.specs if memory is None else ():
+                    engine.memory.extend(specs)
+            engine.start(gather)
+        except BaseException:
+            # the caller gets no reference to the engine, so nothing else would free it
+            engine.stop()
+            engine.release(keeps_memory=memory is not None)
+            raise
         # at exit hvd.shutdown() stops the engine, and reports failures
         atexit.unregister(engine.stop)
         return engine

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.engine import shared_memory
+from hvd_adpsgd.errors import PeerFailedError
+from tests.holdings import holdings
 
 
 class TwoLearners:
@@ -37,6 +39,18 @@ def test_slots_and_flags_lie_apart_and_start_at_zero():
         part[:] = i + 1
     for i, part in enumerate([*box.slots, *box.flags]):
         assert (part == i + 1).all()
+
+
+@pytest.mark.parametrize("step", ["bcast", "allgather"])
+def test_memory_of_which_a_learner_is_lost_leaves_nothing(step, monkeypatch):
+    def lost(*args, **options):
+        raise PeerFailedError("a learner has ended")
+
+    monkeypatch.setattr(TwoLearners, step, lost)
+    before = holdings()
+    with pytest.raises(PeerFailedError):
+        shared_memory.SharedSlots(5000, 3, TwoLearners())
+    assert not holdings() - before
 
 
 def test_a_learner_alone_has_two_slots():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.messages import AttemptAbandonedError, Messages
 from hvd_adpsgd.messaging.mpi_transport import SEGMENT, failed_comm_ranks
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
+from tests.holdings import holdings
 
 LONGEST_S = 60.0
 
@@ -242,3 +247,36 @@ def until_sent(comm: Communicator) -> None:
         assert list(comm.poll()) == []
         comm.pause(1e-3)
     assert not comm.is_sending
+
+
+# ---- starts that fail ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", range(connections.Connections.GATHERS))
+def test_a_hub_that_fails_to_start_leaves_nothing(failing: int) -> None:
+    calls = itertools.count()
+
+    def gather(value: Any) -> list[Any]:
+        if next(calls) == failing:
+            raise PeerFailedError("a peer has ended")
+        return [value]
+
+    before = holdings()
+    with pytest.raises(PeerFailedError):
+        Hub(0, 1, Config(), gather)
+    assert not holdings() - before
+
+
+def test_a_hub_without_descriptors_says_so_and_leaves_nothing() -> None:
+    """It needs pipes, a wire, a listener and a thread with an event loop: each may be the one too many."""
+    program = Path(__file__).parent / "programs" / "without_descriptors.py"
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 6, "errors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,16 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.neighbours import Neighbours
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.strategies import Plan, parse
 from hvd_adpsgd.training.engines import Engines
+from tests.holdings import holdings
 
 LONGEST_S = 60.0
 ELEMENTS = 200_000  # float64: seven chunks
@@ -259,3 +265,55 @@ def test_who_has_lost_a_mate_has_failed(
     engines.end()
     until(lambda: states(a)[1] != PeerState.ALIVE)
     assert states(a)[1] is state
+
+
+# ---- starts that fail ------------------------------------------------------------------------------
+
+
+def engines_of(rank: int, size: int) -> Engines:
+    """What makes the engine of an optimizer, without the rest of a job."""
+    engines = Engines.__new__(Engines)
+    engines._config = Config(wire="tcp", chunk_kib=64)
+    engines._strategy = parse("random_pairs")
+    engines._tensors = mock.Mock(specs=[[TensorSpec("model", (ELEMENTS,), "float64")]], shards=1)
+    world = mock.Mock(super_rank=rank, local_size=size, inner_size=1)
+    engines._super_learner, engines._look = mock.Mock(world=world), None
+    return engines
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory made", "memory of another engine"])
+@pytest.mark.parametrize("failing", range(Connections.GATHERS + Neighbours.GATHERS))
+def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
+    """Each learner loses a peer in another gather; an engine for a job with a joining one uses old memory."""
+    n = 2
+
+    def attempt(rank: int, meeting: Meeting, barred: int, memory: ModelMemory | None) -> None:
+        calls = itertools.count()
+
+        def gather(value: Any) -> list[Any]:
+            if next(calls) == barred:
+                raise PeerFailedError("a peer has ended")
+            return meeting.gather(rank, value)
+
+        outer, names = Rank(rank, n), [str(i) for i in range(n)]
+        made = engines_of(rank, n)._make(names, None, outer, (), gather, memory)
+        made.stop()
+        made.release(keeps_memory=memory is not None)
+
+    def attempts(barred: int) -> None:
+        meeting = Meeting(n)
+        together(*(lambda i=i: attempt(i, meeting, barred, memories[i]) for i in range(n)))
+
+    memories: list[ModelMemory | None] = [None] * n
+    if shared:
+        memories = [ModelMemory(65536, None, True, True) for _ in range(n)]
+        for memory in memories:
+            assert memory is not None
+            memory.extend([TensorSpec("model", (ELEMENTS,), "float64")])
+    attempts(-1)  # what stays for good, such as threads of libraries, is there now
+    before = holdings()
+    with pytest.raises(PeerFailedError):
+        attempts(failing)
+    assert not holdings() - before
+    for memory in filter(None, memories):
+        memory.hide()
