@@ -7,8 +7,8 @@
     S(N) = N K t / (K t + t_allreduce(N)),   t_allreduce(N) = a + b log2 N
 
 t is the time of a minibatch (forward, backward, update) of a DNN of the speech example, on one core.
-t_allreduce(N) is the time of a mean of N such models through the averaging engine, summed by MPI and by the
-butterfly, measured for 2, 4 and 8 learners on this machine; a >= 0 and b >= 0 are fitted by least squares.
+t_allreduce(N) is the time of an all-reduce of N such models, by MPI and by the library over sockets (`bench
+operations`), measured for 2, 4 and 8 learners on this machine; a >= 0 and b >= 0 are fitted by least squares.
 The curves are extrapolated to 32 learners; the measured 2 to 8 learners share the cores of one machine.
 
 Also drawn are the two speed-ups that Su and Chen report (arXiv:1507.01239), and the all-reduce time that
@@ -38,7 +38,7 @@ from hvd_adpsgd.theory import limits
 PAPER = {16: 9.3, 32: 17.0}  # number of learners: speed-up over one learner
 PERIODS = (1, 10, 20, 100)
 MOST = 32
-WAYS = ("mpi", "butterfly")
+WAYS = ("mpi", "sockets")
 OUTPUTS = 256  # number of outputs, for a preset that takes it from the data
 
 
@@ -81,19 +81,20 @@ def minibatch_s(shape: models.Shape, batch: int, rounds: int) -> tuple[float, in
 
 
 def allreduce_s(parameters: int, learners: int, rounds: int) -> dict[str, dict[int, float]]:
-    """Measure a mean of all; return its seconds, by way of summing and number of learners.
+    """Measure an all-reduce; return its seconds, by way of summing and number of learners.
 
     Raises:
         Problem: if the benchmark fails.
     """
-    command = [sys.executable, "-m", "hvd_adpsgd", "bench", "allreduce", "--json"]
+    command = [sys.executable, "-m", "hvd_adpsgd", "bench", "operations", "--json"]
     command += [f"--learners={learners}", f"--mib={parameters / 2**18}", f"--rounds={rounds}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise Problem(f"{' '.join(command[1:])} ended with status {done.returncode}")
     found = json.loads(done.stdout)
     sizes = [int(name[2:]) for name in found if name.startswith("n ")]
-    return {way: {n: found[f"n {n}"][f"{way}_ms"] / 1e3 for n in sizes} for way in WAYS}
+    large = {n: found[f"n {n}"]["allreduce_large"] for n in sizes}
+    return {way: {n: large[n][f"{way}_ms"] / 1e3 for n in sizes} for way in WAYS}
 
 
 def fitted(seconds: dict[int, float]) -> tuple[float, float]:
@@ -150,7 +151,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     sizes = list(range(1, MOST + 1))
     axes.plot(sizes, sizes, color="0.8", lw=1, label="N")
     for period in PERIODS:
-        curve = [speedup(n, period, result, "butterfly") for n in sizes]
+        curve = [speedup(n, period, result, "sockets") for n in sizes]
         axes.plot(sizes, curve, lw=1.5, label=f"model, K = {period}")
     share = statistics.mean(limits.allreduce_share(n, s) / math.log2(n) for n, s in PAPER.items())
     implied = [n / (1 + share * math.log2(n)) for n in sizes]

@@ -169,10 +169,6 @@ class Watcher:
 
     Args:
         world: the World of this learner, for its options; each report uses the World at its time.
-
-    Attributes:
-        rests: whether the thread does nothing, to measure what it costs.
-        cpu_s: CPU seconds of the thread.
     """
 
     def __init__(self, world: World):
@@ -210,7 +206,6 @@ class Watcher:
         self._lock = threading.Lock()
         # what log_to sends: reports by super_rank, own super_rank, living super learners
         self._shown: tuple[dict[int, Report], int, set[int]] | None = None
-        self.rests, self.cpu_s = False, 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="hvd_adpsgd.watching")
 
@@ -239,10 +234,8 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
-            if not self.rests:
-                self.look()
-                self._send()
-                self.cpu_s = time.thread_time()
+            self.look()
+            self._send()
         self._send(last=True)
 
     def _send(self, last: bool = False) -> None:

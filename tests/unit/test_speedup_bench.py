@@ -44,7 +44,7 @@ def test_speedup_is_that_of_the_fitted_all_reduce() -> None:
     assert speedup.speedup(1, 10, found, "mpi") == 1
     assert speedup.speedup(16, 10, found, "mpi") == pytest.approx(16 * 5 / (5 + 1 + 4 * 0.25))
     share = 16 / 9.3 - 1  # the paper's point, if its all-reduce is given
-    paper = speedup.speedup(16, 10, result(0.0, share * 5 / 4), "butterfly")
+    paper = speedup.speedup(16, 10, result(0.0, share * 5 / 4), "sockets")
     assert paper == pytest.approx(9.3)
 
 
@@ -55,7 +55,7 @@ def test_what_was_measured_is_drawn_again(
     (tmp_path / "result.json").write_text(json.dumps(result(1.0, 0.25)))
     monkeypatch.setattr(sys, "argv", ["speedup.py", "--recall", "--out", str(tmp_path)])
     speedup.main()
-    assert "| butterfly | 1250 | 1000.0 | 250.0 |" in capsys.readouterr().out
+    assert "| sockets | 1250 | 1000.0 | 250.0 |" in capsys.readouterr().out
     assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "result.json").unlink()
     with pytest.raises(speedup.Problem, match="measure first"):

@@ -375,3 +375,13 @@ def test_the_prediction_of_a_short_storm():
     assert 0.85 < found["steps_kept"] < 1.1
     assert found["steps_kept_off"] == found["steps_kept"] / 0.5 - 1
     assert found["participation_off"] == found["participation"] / 2 - 1
+
+
+def test_learners_of_a_storm_have_no_options_of_the_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("HVD_ADPSGD_WIRE_DTYPE", "int8")
+    with (tmp_path / "log").open("wb") as log:
+        job = jobs.OneByOne({"slots": 2, "folder": str(tmp_path)}, Notes(tmp_path / "n"), log)
+        found = job._environment({"HVD_ADPSGD_JOIN_AS": "1"})
+    assert {k: v for k, v in found.items() if k.startswith("HVD_ADPSGD_")} == {
+        "HVD_ADPSGD_JOIN_AS": "1"
+    }

@@ -12,14 +12,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_adpsgd.config import PREFIX
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.watching.trace import merge
 
 __all__ = [
     "MARK",
@@ -38,15 +37,9 @@ __all__ = [
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = (
-    "absorb",
-    "calibrate",
-    "kernels",
-    "peers",
-    "storm",
-)  # benchmarks that _measure() does not launch
+_HERE = ("calibrate", "kernels", "storm")  # benchmarks that _measure() does not launch
 
-# Lower bounds of arguments that have one meaning in all benchmarks; _LEAST_OF has those of one benchmark.
+# lower bounds of arguments, which have one meaning in all benchmarks
 _LEAST = {
     "mib": 0.01,
     "rounds": 1,
@@ -54,28 +47,18 @@ _LEAST = {
     "learners": 1,
     "super_learner_size": 1,
     "chunk_kib": 1,
-    "threads": 0,
+    "threads": 1,
     "straggler": 0.0,
     "device_ms": 0.0,
-    "pause_ms": 0.0,
     "steps": 1,
-    "seconds": 0.1,
-    "slow": 0.0,
-    "columns": 1,
     "width": 1,
     "layers": 1,
     "batch": 1,
-    "simulated": 0,
-    "windows": 0,
 }
-_LEAST_OF = {"gossip": {"steps": 0}}
 
 _MEANINGS = {
     "memcpy_gb_per_s": "bytes read and written",
     "*.float32": "bytes per second / memcpy's (median of rounds)",
-    "one_to_copy": "time of the pass by one thread / of a copy of the model (median of rounds)",
-    "several_to_copy": "time of the pass by several threads / of a copy of the model (median of rounds)",
-    "several_to_one": "time of the pass by several threads / by one (median of rounds)",
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
     "*.mb_per_s_each_way": "of the model, median of rounds",
     "*.cpu_s_per_gb": "CPU of the averaging thread (socket: of both threads), per GB sent or received",
@@ -86,37 +69,13 @@ _MEANINGS = {
     "*.down": "bytes copied from the GPU per step / of the model, mean of the leaders",
     "*.up": "bytes of corrections copied to the GPU per step / of the model",
     "straggler_speed_kept": "steps/s of the other learners while one sleeps / while none sleeps",
-    "watched_speed_kept": "steps/s while the run is watched / not (median of blocks)",
-    "watching_cpu": "share of a core that watching uses, the largest of all learners",
-    "*.samples_per_s": "samples per second of all learners together",
     "*.cpu_ms_per_step": "CPU of a learner, with the threads of the library",
-    "*.loss_after_samples": "held-out loss of the mean of all models after --steps steps",
-    "*.loss_after_time": "held-out loss of the mean of all models after --seconds seconds",
-    "*.slow_samples_per_s": "samples per second of all learners together, one of which sleeps",
-    "*.slow_others_kept": "steps/s of the other learners while one sleeps / while none sleeps",
-    "*.slow_loss_after_time": "held-out loss of the mean after --seconds seconds, while one learner sleeps",
-    "*.cpu_ms_per_exchange": "CPU of one side's averaging thread (median of blocks)",
-    "*.cpu_to_two": "cpu_ms_per_exchange / that of two super learners in the same round",
-    "*.copies_ms": "per step, largest of all learners: copies to the engine's model, and of corrections",
-    "*.private_mib": "private memory for averaging, largest of all learners",
-    "*.engine_cpu_ms": "CPU of the engine per exchange, largest of all learners",
-    "exchange_to_whole": "exchange_ms in shards / of the whole model (median of rounds)",
-    "copies_to_whole": "copies_ms in shards / of the whole model (median of rounds)",
-    "engine_cpu_to_whole": "engine_cpu_ms in shards / of the whole model (median of rounds)",
     "idle": "share of a core that an idle engine uses",
-    "decay.from_law": "largest difference of engine and exact update, for models of size 1",
-    "*.theory": "decay rate of the expectation in theory, or a ratio of two rates",
-    "*.measured": "decay rate of the expectation, measured through the engine",
-    "*.typical": "decay rate of a typical run",
-    "*.allreduce_ms": "MPI_Allreduce of the model's bytes, without the engine",
     "*.mpi_ms": "the operation by MPI",
     "*.over_mpi_ms": "the library's operation over MPI's messages",
     "*.sockets_ms": "the library's operation over sockets, as without MPI",
     "*.over_mpi_to_mpi": "over_mpi_ms / mpi_ms (median of rounds)",
     "*.sockets_to_mpi": "sockets_ms / mpi_ms (median of rounds)",
-    "*.butterfly_ms": "the mean of all through the engine, summed by the butterfly",
-    "*.butterfly_to_mpi": "butterfly_ms / mpi_ms (median of rounds)",
-    "*.mean_ms": "a mean of all while nothing else runs",
     "step_ms": "a step's work on the model beside the optimizer: corrections, copy for the engine",
     "chunk_us": "the engine's work on a chunk: snapshot and merge",
     "*.steps_kept": "steps per second of a slot that is there and not stopped / without faults",
@@ -137,11 +96,6 @@ _MEANINGS = {
     "*.loss": "of the mean model at the end, held-out, nats per byte",
     "*.jump": "largest rise of this loss between two evaluations",
     "*.left_out": "faults that were not played",
-    "*.off_ms": "step of the plain optimizer",
-    "*.delay_to_max": "delay_by_one / max(off, mean)",
-    "*.delay_to_sum": "delay_by_one / (off + mean)",
-    "*.delay_hidden": "share of the shorter of off and mean that runs during the longer",
-    "*.periodic_to_sum": "step with averaging after every step / (off + mean)",
 }
 
 # The kinds of benchmark, each a module of this package: its description, and its options with defaults.
@@ -150,15 +104,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         "the engine's loops over memory, against memcpy",
         {
             "mib": (64.0, "size of a float32 array; other types have as many elements"),
-            "rounds": (9, ""),
-        },
-    ),
-    "absorb": (
-        "the pass over the model in each step, by one thread and by several, against a copy",
-        {
-            "mib": (512.0, "size of the model"),
-            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
-            "threads": (0, "threads of the second pass; 0: as many as cores"),
             "rounds": (9, ""),
         },
     ),
@@ -204,39 +149,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             ),
         },
     ),
-    "shards": (
-        "an exchange of the whole model by the leaders, against one in shards by all learners",
-        {
-            "learners": (4, "learners of both super learners together"),
-            "mib": (200.0, "size of the model"),
-            "rounds": (9, ""),
-        },
-    ),
-    "scaling": (
-        "CPU of an exchange, by the number of super learners",
-        {
-            "learners": (16, "largest number of super learners: 2, 4, ... up to this"),
-            "mib": (16.0, "size of the model"),
-            "rounds": (5, ""),
-            "steps": (30, "steps per block"),
-            "pause-ms": (5.0, "pause of a step, times the number of super learners"),
-        },
-    ),
-    "peers": (
-        "this library beside other libraries, on the same work",
-        {
-            "learners": (4, ""),
-            "rounds": (3, ""),
-            "steps": (200, "steps of each learner, for the loss at equal samples"),
-            "seconds": (15.0, "seconds of training, for speed and the loss at equal time"),
-            "slow": (0.5, "seconds that the last learner sleeps per step in the third run"),
-            "schemes": (
-                ["random_pairs", "horovod", "ddp", "post_local_sgd", "torchft", "hivemind"],
-                "libraries to compare",
-            ),
-            "hosts": ("", "as horovodrun -H: node1:2,node2:2; none: this host"),
-        },
-    ),
     "storm": (
         "jobs under a schedule of faults: kills with replacement, stops, slow learners",
         {
@@ -263,49 +175,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "out": ("", "folder for logs and numbers; none: a temporary one"),
             "picture": ("", "file: also draw participation and loss over time (matplotlib)"),
             "predict": (False, "also train the schedule in virtual time"),
-        },
-    ),
-    "watching": (
-        "training steps of a run that is watched and recorded, against one that is not",
-        {
-            "learners": (2, ""),
-            "blocks": (9, ""),
-            "steps": (100, "steps per block"),
-            "averaging": ("random_pairs", "a strategy"),
-        },
-    ),
-    "gossip": (
-        "averaging on a ring, with and without A2CiD2, against theory",
-        {
-            "learners": (8, ""),
-            "windows": (200, "windows to measure decay in; 0: none"),
-            "simulated": (100, "long runs that are computed without engines"),
-            "steps": (1500, "steps with updates; 0: none"),
-            "columns": (100, "columns of the model per kind of update"),
-            "seeds": ([0], ""),
-        },
-    ),
-    "overlap": (
-        "does the mean of all overlap the computation?",
-        {
-            "learners": (2, ""),
-            "mib": (32.0, "size of the model"),
-            "blocks": (5, ""),
-            "steps": (8, "steps per block"),
-            "compute": (
-                [0.5, 1.0, 2.0, 3.0],
-                "lengths of a step's computation, in times of a mean of all",
-            ),
-            "busy": (False, "compute matrix products instead of sleeping"),
-            "picture": ("", "file: draw traced steps instead (matplotlib)"),
-        },
-    ),
-    "allreduce": (
-        "the mean of all, by MPI and by the butterfly",
-        {
-            "learners": (4, "largest number of learners: 2, 4, ... up to this"),
-            "mib": (32.0, "size of the model"),
-            "rounds": (9, ""),
         },
     ),
     "operations": (
@@ -353,7 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark `args.kind`, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
     try:
-        require_at_least(_LEAST | _LEAST_OF.get(args.kind, {}), vars(args))
+        require_at_least(_LEAST, vars(args))
         if vars(args).get("gpu"):
             _require_gpu()
         return _run(args)
@@ -364,16 +233,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
-    if args.kind == "overlap" and args.picture:
-        return _draw_overlap(asked)
-    result: dict[str, Any] | None
-    if args.kind in _HERE:
-        result = _measure_here(args)
-    elif args.kind == "watching":
-        with tempfile.TemporaryDirectory() as folder:
-            result = _measure(asked, HVD_ADPSGD_RECORD=folder)
-    else:
-        result = _measure(asked)
+    result = _measure_here(args) if args.kind in _HERE else _measure(asked)
     if result is None:
         return 1
     print(json.dumps(result) if args.json else table(result))
@@ -405,12 +265,17 @@ def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
     return dict(importlib.import_module(f"{__name__}.{args.kind}").measure(args))
 
 
-def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
-    """Launch the learners of one benchmark; return their report, None if they failed (output is printed)."""
+def _measure(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Launch the learners of one benchmark; return their report, None if they failed (output is printed).
+
+    Options of the environment (HVD_ADPSGD_*) reach the learners, and stand in the report.
+    """
     kind = asked["kind"]
+    own = (f"{PREFIX}SUPER_LEARNER_SIZE", f"{PREFIX}DASHBOARD_TOKEN")
+    given = {k: v for k, v in os.environ.items() if k.startswith(PREFIX) and k not in own}
     path = programs_path()
     size = str(asked["super_learner_size"])
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
     hosts = asked.get("hosts")
     launcher = _launcher(path, bool(hosts))
@@ -432,7 +297,8 @@ def _measure(asked: dict[str, Any], **variables: str) -> dict[str, Any] | None:
         sys.stderr.write(done.stdout)
         print(f"bench {kind} failed (exit status {done.returncode})", file=sys.stderr)
         return None
-    return {**json.loads(found[0]), "machine": machine()}
+    options = {"options": dict(sorted(given.items()))} if given else {}
+    return {**json.loads(found[0]), **options, "machine": machine()}
 
 
 def _launcher(path: str, on_hosts: bool) -> list[str]:
@@ -453,27 +319,6 @@ def with_slots(hosts: str, learners: int) -> str:
     left = learners - sum(int(name.split(":")[1]) for name in names if ":" in name)
     each = max(1, -(-left // max(len(without), 1)))
     return ",".join(f"{name}:{each}" if name in without else name for name in names)
-
-
-def _draw_overlap(asked: dict[str, Any]) -> int:
-    """Trace a few steps of each scheme of `bench overlap`, and draw the traces."""
-    from hvd_adpsgd.tools.bench import picture
-
-    with tempfile.TemporaryDirectory() as folder:
-        traces, compute_ms = {}, 0.0
-        # "periodic" comes first, because it measures the time of a mean alone.
-        for scheme in reversed(picture.SCHEMES):
-            traces[scheme] = os.path.join(folder, f"{scheme}.json")
-            own = os.path.join(folder, str(len(traces)))
-            os.mkdir(own)
-            one = asked | {"learners": 2, "only": scheme, "compute_ms": compute_ms}
-            result = _measure(one, HVD_ADPSGD_TIMELINE=os.path.join(own, "trace.json"))
-            if result is None:
-                return 1
-            merge([own], traces[scheme])
-            compute_ms = compute_ms or 1.5 * result["mean_ms"]
-        picture.draw(traces, asked["picture"])
-    return 0
 
 
 def programs_path() -> str:

@@ -72,10 +72,10 @@ class Trial:
         act()
         return time.perf_counter() - began
 
-    def step(self, threads: int = 1) -> None:
+    def step(self) -> None:
         """Do a leader's work in a step: add corrections to the model, copy the model to the engine."""
         self.memory.publish()
-        self.memory.absorb(self._addresses, self._step, threads)
+        self.memory.absorb(self._addresses, self._step)
         self._step += 1
 
     def chunks(self) -> None:

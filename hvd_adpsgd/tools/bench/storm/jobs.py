@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import psutil
 
+from hvd_adpsgd.config import PREFIX
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools.bench import programs_path
 from hvd_adpsgd.tools.bench.storm.learner import notes_file
@@ -104,7 +105,10 @@ class Job:
         )  # fmt: skip
 
     def _environment(self, variables: dict[str, str | None]) -> dict[str, str]:
-        return environment({"OMP_NUM_THREADS": "1", "PATH": programs_path(), **variables})
+        """Return the variables of a learner: those of this process, without the user's options."""
+        theirs = dict.fromkeys(name for name in os.environ if name.startswith(PREFIX))
+        own = {"OMP_NUM_THREADS": "1", "PATH": programs_path()}
+        return environment({**theirs, **own, **variables})
 
     def _learner(self, slot: int | None) -> list[str]:
         told = json.dumps({**self.settings, "slot": slot})
