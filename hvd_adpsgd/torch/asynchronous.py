@@ -9,6 +9,7 @@ before `synchronize`, as in Horovod.
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
 import time
@@ -238,7 +239,7 @@ def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], An
         streams = [device.current() for device in {device_of(tensor) for tensor in tensors}]
         with _starting:  # so that operations are queued in the order of their numbers
             handle, number = Handle(caller, collectives), collectives.lock.take()
-            if _thread is None or not _thread.is_alive():  # a process made by fork lacks it
+            if _thread is None:
                 _thread = threading.Thread(
                     target=_work, args=(_asked,), name="hvd_adpsgd", daemon=True
                 )
@@ -250,6 +251,15 @@ def _begin(operation: str, tensors: Sequence[torch.Tensor], act: Callable[[], An
 def _work(asked: queue.SimpleQueue[Callable[[], None]]) -> None:
     while True:
         asked.get()()
+
+
+def _forget_parents() -> None:
+    """In a forked child, which lacks the thread: leave the parent its queued operations."""
+    global _asked, _starting, _thread
+    _asked, _starting, _thread = queue.SimpleQueue(), threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 def _run(

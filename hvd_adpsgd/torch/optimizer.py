@@ -344,10 +344,10 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
     return evaluate
 
 
-def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
     require_no_handles(self)
     self._gradients.release()
-    self._parent.zero_grad(self, set_to_none)
+    self._parent.zero_grad(self, *args, **kwargs)
 
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
@@ -380,20 +380,20 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         register_hooks(self, group["params"])
 
 
-def _state_dict(self: Any) -> dict[str, Any]:
+def _state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the optimizer's own state and, under "averaging", the state of the strategy."""
-    state: dict[str, Any] = self._parent.state_dict(self)
+    state: dict[str, Any] = self._parent.state_dict(self, *args, **kwargs)
     mine = checkpoint.state(self._averaging)
     return {**state, "averaging": mine} if mine else state
 
 
-def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+def _load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     """Load a state as torch does; drop gradients that backward() has left for a step, as Horovod does."""
     drop_gradients(self)
     self._gradients.forget()
     own = {key: value for key, value in state_dict.items() if key != "averaging"}
     with keeping_held(self):
-        self._parent.load_state_dict(self, own)
+        self._parent.load_state_dict(self, own, *args, **kwargs)
     checkpoint.load_state(self._averaging, state_dict.get("averaging"))
 
 

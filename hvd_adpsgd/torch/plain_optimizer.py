@@ -103,15 +103,15 @@ def plain_step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     return self._parent.step(self, closure)
 
 
-def _plain_zero_grad(self: Any, set_to_none: bool = True) -> None:
+def _plain_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
     require_no_handles(self)
-    self._parent.zero_grad(self, set_to_none)
+    self._parent.zero_grad(self, *args, **kwargs)
 
 
-def _plain_load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+def _plain_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     drop_gradients(self)
     with keeping_held(self):
-        self._parent.load_state_dict(self, state_dict)
+        self._parent.load_state_dict(self, *args, **kwargs)
 
 
 def _repair(wrapped: Any) -> None:
@@ -166,8 +166,11 @@ def _synchronize_for_step(self: Any) -> None:
     if self._should_synchronize:
         if self._synchronized:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize() averages the gradients again; put "
-                "it in `with optimizer.skip_synchronize():`.",
+                # Horovod's words, which scripts filter by; then this library's
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code. "
+                "step() averages the gradients again here.",
                 stacklevel=3,  # the line that calls step()
             )
         self.synchronize()

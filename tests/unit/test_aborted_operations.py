@@ -1,4 +1,4 @@
-"""Operations on GPUs that wait for a failed learner: they are ended, and what they leave is not used.
+"""Operations on GPUs: their streams, and those that wait for a failed learner, which end unused.
 
 On fake GPUs: tests/gpu has the real ones.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_adpsgd.inner.horovod import HorovodInternalError
+from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.transfers import Transfers
 from hvd_adpsgd.launch import torch_group
 from hvd_adpsgd.training import inner_averaging
@@ -130,6 +131,45 @@ def test_an_operation_of_the_library_that_was_aborted_fails(monkeypatch):
     pending: Any = SimpleNamespace(tensors=[tensor], submitted=[None])
     with pytest.raises(RuntimeError, match="a learner has ended"), transfers._in_order([pending]):
         pass
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "pair"])
+def test_the_result_of_an_operation_on_a_gpu_belongs_to_the_stream_that_waits(kind, monkeypatch):
+    """Else its memory is used anew while the script's kernels, which are queued, read it."""
+    used: list[object] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream: object) -> None:
+            used.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "script's")
+    tensor = torch.ones(2).as_subclass(OnGpu)
+    pending = Pending(SimpleNamespace(), [], single=True)  # type: ignore[arg-type]
+    pending.succeed({"tensor": tensor, "list": [tensor], "pair": (tensor, torch.ones(1))}[kind])
+    pending.wait()
+    assert used == ["script's"]
+
+
+def test_operations_on_a_gpu_use_one_stream(monkeypatch):
+    transfers = Transfers(0, 1, dist.HashStore(), "127.0.0.1", 60.0)
+    made: list[Any] = []
+
+    def stream(device: torch.device) -> Any:
+        made.append(device)
+        return SimpleNamespace(wait_event=lambda event: None, record_event=lambda event: None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    ended = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: ended)
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    pending: Any = SimpleNamespace(tensors=[tensor], submitted=[None])
+    for _ in range(3):
+        with transfers._in_order([pending]):
+            pass
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("aborted", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -91,3 +92,26 @@ def test_operations_of_several_threads_share_one_thread_in_the_order_of_their_tu
         handle.result(DEADLINE_S)
     assert len(names) == len(handles) == 400
     assert len(set(threading.enumerate()) - before) == 1
+
+
+@pytest.mark.usefixtures("world")
+def test_a_forked_child_leaves_the_parent_its_queued_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    act, ran = threading.Event(), []
+    held = asynchronous._begin("barrier", [], lambda: act.wait(DEADLINE_S))
+    queued = asynchronous._begin("barrier", [], lambda: ran.append(os.getpid()))
+    child = os.fork()
+    if child == 0:
+        try:
+            collectives = SimpleNamespace(prepare=lambda: None, lock=FifoLock())
+            asynchronous.worlds.current = lambda: SimpleNamespace(collectives=collectives)
+            its = asynchronous._begin("barrier", [], lambda: "its own")
+            os._exit(0 if its.result(DEADLINE_S) == "its own" and not ran else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    act.set()
+    held.result(DEADLINE_S)
+    queued.result(DEADLINE_S)
+    assert ran == [os.getpid()]

@@ -62,7 +62,8 @@ class Pending:
         self._over.wait()
         if self._error is not None:
             raise HorovodInternalError(str(self._error)) from self._error
-        for tensor in self.result if isinstance(self.result, list) else [self.result]:
+        # a list of tensors, or alltoall's pair of tensor and sizes
+        for tensor in self.result if isinstance(self.result, (list, tuple)) else [self.result]:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self.result

@@ -129,7 +129,9 @@ class Transfers:
         devices = {t.device for pending in pendings for t in pending.tensors if t.is_cuda}
         with contextlib.ExitStack() as stack:
             for device in devices:
-                stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                stream = self._streams[device]
                 for event in itertools.chain(*(pending.submitted for pending in pendings)):
                     stream.wait_event(event)
                 stack.enter_context(torch.cuda.stream(stream))
