@@ -39,7 +39,7 @@ class Spent(NamedTuple):
         seconds: their time.
         overhead_s: the part of it that exchanges have cost.
         busy_s: the time in which exchanges were under way.
-        link_s: the time that they would have taken if no peer were much slower than the others.
+        link_s: the time that those over the link would take if no peer were much slower than others.
         exchanges: finished exchanges.
         models: what they have moved, in models.
         compared: those in which the two models were compared.

@@ -161,6 +161,12 @@ MUTANTS = (
         5000,
     ),
     Mutant(
+        "an exchange through shared memory counts as use of the link",
+        "exchange.pyx",
+        "x.nbytes == 0 or x.set != NOBODY:",
+        "x.nbytes == 0:",
+    ),
+    Mutant(
         "a lane has one shared buffer, not two",
         "lanes.pyx",
         "cdef int turn = (lane.index // LANES) % 2",

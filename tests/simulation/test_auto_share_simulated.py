@@ -144,6 +144,30 @@ def test_the_use_of_a_link_counts_bytes_whatever_their_bits() -> None:
     assert counters["link_s"] > 0.9 * counters["busy_s"]
 
 
+@pytest.mark.parametrize("wire", ["", pytest.param("auto", marks=pytest.mark.extended)])
+def test_exchanges_through_memory_do_not_count_as_the_link(wire: str) -> None:
+    """Two super learners on each of two hosts: what the engines measure is what their links carry."""
+    cluster = Cluster(4, 2.5e7, 0.1, 100 * MB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND)
+    cluster = replace(cluster, spread=0.3, wire=wire)
+    models = [np.full((cluster.chunks, 256), i, np.float32) for i in range(4)]
+    job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
+    job.share((0, 0, 1, 1), models[0].strides[0], shown=True)
+    assert isinstance(job.steer, Steering)
+
+    def so_far() -> np.ndarray:
+        sent = sum(nbytes for nbytes, *_ in job.traffic())
+        return np.array([sent, sum(job.exchanges_of()), sum(job.summary()["steps"])])
+
+    job.run_for(40)
+    before = so_far()
+    job.run_for(40)
+    sent, exchanges, steps = so_far() - before
+    used = sent / (4 * 40 * cluster.bytes_per_s)
+    demand = mean([choice.demand for choice in between(job.steer, 40, 80)])
+    assert 0.9 * demand < used < 1.1 * demand < LINK
+    assert exchanges > 0.97 * steps  # one is due per step
+
+
 def test_one_slow_link_slows_nobody_else() -> None:
     """The share of an exchange is the smaller one, so those with a peer behind the link cost little."""
     job, steering = steered()

@@ -154,7 +154,7 @@ cdef struct Pairs:
     int64_t schedule_length
     int64_t cursor
     double prefer           # probability with which the fastest of the next peers is asked
-    double* seconds_of      # by rank: seconds per byte of latest exchanges, 0 before the first; NULL: not needed
+    double* seconds_of      # by rank: seconds per byte of latest exchanges over the link, 0: none yet; NULL: not needed
     uint64_t luck           # state of a random generator
     double weight
     int wire_type           # element type of chunks on the wire, -1: the model's element type
@@ -177,7 +177,7 @@ cdef struct Pairs:
     int64_t places          # of the layout of the last window
     int64_t aims_from       # value of `position` at which all of these have had their turn
     double busy_from        # since when an exchange has run without a break; 0: none runs
-    double pace             # seconds per byte of our link, by the last exchange; 0 before the first one
+    double pace             # seconds per byte of our link, by the last exchange over it; 0 before the first one
     double ask_after
     bint nobody             # no peer could be asked when the last ask was due
     double retry_s

@@ -377,10 +377,11 @@ cdef void note_pace(Core* e, Exchange* x, double seconds) noexcept nogil:
     """Count what an exchange has used of our link, and how fast its peer is.
 
     A peer behind a slow link lengthens an exchange as a slow link of ours does. But ours lengthens all of them:
-    an exchange counts at most twice as much per byte as the one before."""
+    an exchange counts at most twice as much per byte as the one before over the link. An exchange through shared
+    memory uses no link, and does not count."""
     cdef Pairs* p = &e.pairs
     cdef double each
-    if x.nbytes == 0:
+    if x.nbytes == 0 or x.set != NOBODY:
         return
     each = seconds / x.nbytes
     p.pace = min(each, 2 * p.pace) if p.pace > 0 else each

@@ -91,7 +91,7 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     double last_square
     double exchange_s
     double busy_s           # time in which at least one exchange ran with a peer that was not silent
-    double link_s           # what exchanges would have taken if no peer were much slower than the others
+    double link_s           # what exchanges over the link would have taken if no peer were much slower than the others
     int64_t means
     double mean_s
     double mean_square      # squared distance of our model to the last mean

@@ -3,10 +3,10 @@
 """Which peer an engine asks next: the next one of its schedule, or the fastest of the next three.
 
 With probability `prefer` an engine looks at the next three peers that it can ask, and asks the one whose
-latest exchanges took the fewest seconds per byte; all three count as asked. A peer without an exchange so
-far counts as the fastest, so that each is tried. With a uniformly random schedule every peer is still asked
-with probability (1 - prefer) / (n - 1) or more, which bounds how slowly the models approach their mean
-(theory/partners.py). Measured: docs/log/0130-fast-peers.md.
+latest exchanges took the fewest seconds per byte; all three count as asked. A peer on the same host, or without
+an exchange so far, counts as the fastest, so that each is tried. With a uniformly random schedule every peer is
+still asked with probability (1 - prefer) / (n - 1) or more, which bounds how slowly the models approach their
+mean (theory/partners.py). Measured: docs/log/0130-fast-peers.md.
 
 Source: partners by the measured speed of links: NetMax, Zhou et al., arXiv:2009.05766. The choice of three is
 ours.

@@ -11,6 +11,7 @@ from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
 from hvd_adpsgd.engine.mailbox cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
+from hvd_adpsgd.engine.pairs cimport mapped
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
 from hvd_adpsgd.simulation.departures cimport check_departures, departed
@@ -278,7 +279,7 @@ cdef int check_over(JobState job, int i) except -1:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
     departed(job, i, is_unheard(e, job.net.now_s))
     wrong = (wrong_leave(i, a.first, e, job.net.now_s, departure_is_known(job, i), job.ledger)
-             or wrong_sets(i, e))
+             or wrong_sets(i, e) or wrong_link(i, e))
     if wrong is not None:
         promise, what = wrong
         job.fail(promise, what)
@@ -303,6 +304,14 @@ cdef object wrong_sets(int i, Core* e):
         taken -= e.pairs.taken[k]
     return ("invariant (buffers)", f"engine {i}: {-taken} sets of buffers are taken "
             "by no exchange") if taken else None
+
+
+cdef object wrong_link(int i, Core* e):
+    """Check that exchanges through shared memory do not count as use of the link. Return as `wrong_exchanges`."""
+    if e.mailbox.counters.link_s and all([mapped(e, peer) != NULL for peer in range(e.wire.size) if peer != e.wire.rank]):
+        return ("invariant (link)", f"engine {i} shares memory with all of its peers, and has used its link for "
+                f"{e.mailbox.counters.link_s:.3g} s")
+    return None
 
 
 cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Ledger ledger):
