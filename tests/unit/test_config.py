@@ -67,6 +67,7 @@ ALLOWED = [
     ("max_staleness", "1", 1),
     ("wire_dtype", "BFloat16", "bfloat16"),
     ("wire_dtype", "None", None),
+    ("wire_dtype", "Float32", None),  # the default's name
     ("moments", "Own", "own"),
     ("all_reduce", "Butterfly", "butterfly"),
     ("wire", "TCP", "tcp"),
@@ -103,7 +104,7 @@ REFUSED = [
     ("prefer_fast_peers", "1"),
     ("max_staleness", "0"),
     ("timeline_mib", "0"),
-    ("wire_dtype", "float32"),
+    ("wire_dtype", "float64"),
     ("all_reduce", "ring"),
     ("max_staleness", "1" + 20 * "0"),
     ("same_host", "sockets"),

@@ -83,7 +83,7 @@ def test_the_mean_is_kept_and_the_models_meet(n: int, dtype: str, bits: int) -> 
     n=st.integers(1, 700),
     bits=st.sampled_from(BITS),
     dtype=st.sampled_from(["float32", "float64"]),
-    scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e6]),
+    scale=st.sampled_from([1e-38, 1e-12, 1e-3, 1.0, 1e6, 1e35]),
     seed=st.integers(0, 2**32 - 1),
     acts=st.lists(st.sampled_from(["ask a", "ask b", "apply a", "apply b", "move a", "move b"])),
 )
@@ -110,16 +110,17 @@ def test_the_sum_moves_by_local_updates_only(
         largest = max(largest, *(np.abs(s.state()).max() for s in sides.values()))
     tolerance = (1e-15 if dtype == "float64" else 5e-7) * (len(acts) + 1)
     found = sum(side.state() for side in sides.values())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * largest)
+    denormal = 0 if dtype == "float64" else 1e-44 * (len(acts) + 1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * largest + denormal)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_bytes(bits: int) -> None:
-    """A step for each of 256 elements, then the codes; the first offer, and one of 16, have 16 bits."""
+    """Two bytes for each of 256 elements, then the codes; the first offer, and one of 16, have 16 bits."""
     n = 5000
     a, b = pair(n, "float32", 0.01)
     found = [exchange(a, b, bits)[0] for _ in range(2 * REFRESH + 1)]
-    steps = -(-n // 256)
+    steps = 2 * -(-n // 256)
     assert set(found) == {steps + 2 * n, steps + n * bits // 8}
     assert [i for i, nbytes in enumerate(found) if nbytes > 2 * n] == [0, REFRESH, 2 * REFRESH]
 
@@ -195,21 +196,70 @@ def test_nothing_is_merged_that_is_not_finite(bits: int, bad: float, offers: boo
         np.testing.assert_array_equal(side.model, before)
 
 
+LARGEST = {"float32": 3e38, "float64": 1e308}
+SMALLEST = {"float32": 1e-41, "float64": 1e-319}  # of 13 bits, both
+
+
+def halves(side: Side) -> np.ndarray:
+    """Half of the model, with all corrections."""
+    side.apply()
+    return side.model.astype(np.float64) / 2
+
+
+def one_step_of_adam(rng: np.random.Generator, n: int) -> np.ndarray:
+    return 1.5e-3 * rng.choice([-1.0, 1.0], n)
+
+
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e20, 1e37])
-def test_numbers_of_any_size(bits: int, scale: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("scale", [0.0, 1e-36, 1e-20, 1.0, 1e20, np.inf])
+@pytest.mark.parametrize("n", [1, 257])
+@pytest.mark.parametrize("other", ["opposite", "far smaller", "zero", "one step of Adam"])
+def test_models_of_any_distance_and_size_meet(
+    bits: int, dtype: str, scale: float, n: int, other: str
+) -> None:
+    """The first exchange leaves 1/4096 of the largest number, whatever the two models are."""
     rng = np.random.default_rng(5)
-    common = rng.standard_normal(1000)
-    a, b = (
-        Side((scale * (common + 0.01 * rng.standard_normal(1000))).astype(np.float32))
-        for _ in range(2)
-    )
-    far, mean = rms((a.state() - b.state()) / scale), (a.state() + b.state()) / 2 / scale
-    for i in range(20):
-        exchange(*((a, b) if i % 2 else (b, a)), bits)
-        assert np.isfinite(a.state()).all() and np.isfinite(b.state()).all()
-    np.testing.assert_allclose((a.state() + b.state()) / 2 / scale, mean, rtol=0, atol=1e-6)
-    assert rms((a.state() - b.state()) / scale) < (0.05 if scale > 1e-30 else 1.1) * far
+    scale = min(max(scale, SMALLEST[dtype]), LARGEST[dtype])
+    u = scale * rng.uniform(0.5, 1, n) * rng.choice([-1.0, 1.0], n)
+    v = {"opposite": -u, "far smaller": 1e-9 * u, "zero": 0 * u}.get(other)
+    if v is None:
+        u, v = (scale * one_step_of_adam(rng, n) for _ in "uv")
+    for first, second in ((u, v), (v, u)):
+        a, b = Side(first, dtype), Side(second, dtype)
+        mean, largest = halves(a) + halves(b), np.abs(u).max()
+        rounding = max(1e-6 * largest, 16 * SMALLEST[dtype] / 2**13)
+        assert exchange(a, b, bits)[0], "not finite"
+        assert np.abs(halves(a) - halves(b)).max() < largest / 4096 + rounding
+        for i in range(REFRESH):
+            exchange(*((a, b) if i % 2 else (b, a)), bits)
+        np.testing.assert_allclose(halves(a) + halves(b), mean, rtol=0, atol=rounding)
+        assert np.abs(halves(a) - halves(b)).max() < largest / 4096 + rounding
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("step", [0, 0xFFFF])
+def test_a_garbled_message_merges_nothing_infinite(bits: int, dtype: str, step: int) -> None:
+    """Steps that no engine sends; with the largest differences beside them."""
+    n = 300
+    for asks in range(REFRESH):
+        a, b = pair(n, dtype, 0.01)
+        message, answer = (np.zeros(8 * n + 64, np.uint8) for _ in range(2))
+        for _ in range(asks):
+            exchange(a, b, bits)
+        before = a.state(), b.state()
+        nbytes = a.memory.store.offer(0, bits, message)
+        message[:4].view(np.uint16)[:] = step
+        b.memory.store.answer(0, bits, 0.5, message[:nbytes], answer)
+        assert np.isfinite(b.state()).all()
+        answer[:4].view(np.uint16)[:] = step
+        answer[4:nbytes] = np.full(nbytes, 0x77, np.uint8)[4:]
+        a.memory.store.merge_answer(0, bits, 0.5, answer[:nbytes])
+        a.apply()
+        assert np.isfinite(a.state()).all()
+        if step and dtype == "float32":
+            np.testing.assert_array_equal(a.state(), before[0])
 
 
 def test_equal_models_stay_as_they_are() -> None:

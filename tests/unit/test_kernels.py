@@ -128,10 +128,16 @@ def test_merge_adds_the_weighted_difference(n, dtype, wire, fresh, stream):
     assert square == pytest.approx(float((difference.astype(np.float64) ** 2).sum()), rel=1e-5)
 
 
+SCALES = {"float64": (1e-310, 1.0, 1e307), "float16": (1e-7, 1.0, 1e4)}
+
+
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
-def test_partners_get_exactly_opposite_corrections(dtype, wire):
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_partners_get_exactly_opposite_corrections(dtype, wire, size):
+    """Denormals and numbers near the largest, too."""
     rng = np.random.default_rng(5)
-    a, b = draw(rng, 10_001, wire), draw(rng, 10_001, wire)
+    scale = SCALES.get(wire, (1e-40, 1.0, 1e37))[size]
+    a, b = (encode(scale * rng.standard_normal(10_001), wire) for _ in "ab")
     mine, theirs = np.zeros((2, 10_001), wide(dtype))
     kernels.merge(DTYPES[dtype], DTYPES[wire], raw(mine), raw(b), raw(a), 1 / 3, True)
     kernels.merge(DTYPES[dtype], DTYPES[wire], raw(theirs), raw(a), raw(b), 1 / 3, True)

@@ -99,6 +99,16 @@ def test_says_module_is_missing(tree, module):
     )
 
 
+def test_no_compiler_may_fuse_multiplications_with_additions(tree):
+    """Only GCC follows -std=c11 in this: with others the numbers would depend on the width of vectors."""
+    program = (
+        "import runpy, sys; sys.argv = ['setup.py', '--name']; "
+        "print(*runpy.run_path('setup.py')['COMPILE_FLAGS'])"
+    )
+    answer = run(sys.executable, "-c", program, cwd=tree)
+    assert "-ffp-contract=off" in answer.stdout.split(), answer.stderr
+
+
 def test_requirements_are_pinned_once():
     """Every line of the requirement files names one version, and no two files disagree."""
     pins: dict[str, str] = {}

@@ -1,12 +1,13 @@
 # Declarations of the C loops for differences in few bits.
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint16_t
 
 from hvd_adpsgd.engine.kernels cimport adpsgd_model
 
 cdef extern from "codes.h" nogil:
     int64_t adpsgd_codes_nbytes(int bits, int64_t n)
     int64_t adpsgd_codes_blocks(int64_t n)
-    int adpsgd_codes_offer(int bits, int sums, void* out, const adpsgd_model* mine, uint8_t* steps, int64_t n)
+    int adpsgd_codes_offer(int bits, int sums, void* out, const adpsgd_model* mine, const uint16_t* steps,
+                           int64_t n)
     int adpsgd_codes_answer(int bits, int sums, void* out, const void* offer, const adpsgd_model* mine, int64_t n)
     double adpsgd_codes_merge(int bits, int next, int sums, void* correction, const void* answer, double weight,
-                              uint8_t* steps, int64_t n, int fresh)
+                              uint16_t* steps, int64_t n, int fresh)

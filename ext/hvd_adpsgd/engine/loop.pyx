@@ -310,8 +310,8 @@ cdef class Loop:
         e.pairs.offered_only = offered_only
         e.pairs.deadline_s = deadline_s
         e.pairs.lane_nbytes = e.pairs.room = lane_nbytes
-        if e.pairs.few:         # two bytes per element, and one per 256
-            e.pairs.room += (lane_nbytes // 512 // 64 + 1) * 64
+        if e.pairs.few:         # two bytes per element, and two per 256
+            e.pairs.room += (lane_nbytes // 256 // 64 + 1) * 64
         e.generations = <Generation*>calloc(PARTS, sizeof(Generation))
         p.rate = rate
         p.given.step = -1

@@ -1,5 +1,5 @@
 # The memory that one super learner averages in: the mirror of its model and slots of corrections, in chunks.
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -42,7 +42,7 @@ cdef struct Chunk:
     int64_t step            # the trainer's step of the mirror
     int merged              # exchanges merged into the open slot
     bint rare               # see windows.pyx
-    uint8_t* steps          # of the next offer in few bits, by block; 0 where none is known. NULL: not allocated
+    uint16_t* steps         # of the next offer in few bits, by block; 0 where none is known. NULL: not allocated
     int64_t offers          # offers in few bits, or in 16 bits in their place
     int64_t left_out        # consecutive exchanges and means that could not average this chunk
     double apart            # of the engine's thread: squared distance of the two models at the last exchange,

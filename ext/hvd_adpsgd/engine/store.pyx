@@ -36,7 +36,7 @@ odd before the first store and even after the last one. A reader that finds anot
 load than before its first one discards what it has read, and tries again.
 """
 
-from libc.stdint cimport int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -263,10 +263,10 @@ cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, con
     return square
 
 
-cdef uint8_t* steps_of(Chunk* c) noexcept nogil:
+cdef uint16_t* steps_of(Chunk* c) noexcept nogil:
     """Return the steps of a chunk's next offer in few bits; NULL if memory is exhausted."""
     if c.steps == NULL:
-        c.steps = <uint8_t*>calloc(max(1, adpsgd_codes_blocks(c.count)), 1)
+        c.steps = <uint16_t*>calloc(max(1, adpsgd_codes_blocks(c.count)), sizeof(uint16_t))
     return c.steps
 
 
@@ -276,7 +276,7 @@ cdef int64_t memory_offer(Memory* m, int chunk, int bits, bint offered_only, voi
     The first offer, and one of REFRESH, has 16 bits. Returns the bytes, 0 if the chunk is not finite."""
     cdef Chunk* c = lease(m, chunk)
     cdef adpsgd_model model = own_model(m, c, offered_only)
-    cdef uint8_t* steps = steps_of(c)
+    cdef uint16_t* steps = steps_of(c)
     cdef bint bad = True
     if steps != NULL:
         if steps[0] == 0 or (c.offers + chunk) % REFRESH == 0:
