@@ -30,7 +30,7 @@ from hvd_adpsgd.engine.handshake import SECRET_NBYTES
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
 from hvd_adpsgd.inner import backend
-from hvd_adpsgd.joining.listener import Conversation, Listener, new_secret
+from hvd_adpsgd.joining.listener import MESSAGE_S, Conversation, Listener, new_secret
 from hvd_adpsgd.launch.world import Placement, World
 
 __all__ = [
@@ -195,8 +195,8 @@ class JoiningSuperLearner:
                 self._is_ready = terms == self._terms
                 if not self._is_ready:
                     self.problem = _difference(terms, self._terms)
-        except PeerFailedError:
-            self.problem = "it ended before it was ready; see its own output"
+        except PeerFailedError as error:
+            self.problem = f"it ended before it was ready, or stopped ({error}); see its own output"
         ended = [p.returncode for p in self._processes if p.poll() is not None]
         if ended and not self._is_ready and not self.problem:
             self.problem = f"it ended before it was ready, with status {ended[0]}"
@@ -207,7 +207,7 @@ class JoiningSuperLearner:
         """Send the joining super learner an object; its state becomes failed if the connection is lost."""
         assert self.conversation is not None
         with contextlib.suppress(PeerFailedError):
-            self.conversation.send(value)
+            self.conversation.send(value, MESSAGE_S)
 
     def dismiss(self, patience_s: float = 0.0, why: str = "") -> None:
         """Make the joining super learner exit without joining; kill processes started here that do not exit.

@@ -43,6 +43,7 @@ __all__ = ["JoiningLearner", "enter", "is_joining", "this_learner", "watch_job"]
 log = logging.getLogger("hvd_adpsgd")
 
 _LOOK_S = 0.5
+_MPI_FAILURE_S = 60.0  # longest time until MPI reports that a learner has failed
 _TOGETHER_S = 5.0  # super learners that end within this time were ended together, by the launcher
 
 
@@ -165,15 +166,24 @@ class JoiningLearner:
         """Return True if the job has switched to the new connections, which include this super learner.
 
         False: this super learner waits for a later call of hvd.admit. Anything else: it does not join.
+
+        The job's learners have prepared the switch after RECONNECT_S, but their vote then waits for a learner
+        that has stopped until that one counts as failed. If this super learner gave up earlier, they would
+        switch to connections with a super learner that has ended.
         """
         said = None
         if self.conversation is not None:
             with contextlib.suppress(PeerFailedError):
-                said = self.conversation.receive(2 * RECONNECT_S)
+                said = self.conversation.receive(verdict_s(world.config.failure_timeout_s))
             if said is not False:
                 self.conversation.close()
         answers = world.collectives.gather("admit", said)
         return next((said for said in answers if said is not None), None)
+
+
+def verdict_s(failure_timeout_s: float) -> float:
+    """Longest wait of a joining super learner for the vote of the job's learners; two of them may stop."""
+    return 2 * RECONNECT_S + 2 * max(failure_timeout_s, _MPI_FAILURE_S)
 
 
 def _secret(name: str) -> bytes:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import pickle
 import secrets
+import select
 import socket
+import struct
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_adpsgd.engine.handshake import (
@@ -35,11 +38,15 @@ from hvd_adpsgd.engine.handshake import (
 )
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 
-__all__ = ["Conversation", "Listener", "connect", "new_secret"]
+__all__ = ["MESSAGE_S", "Conversation", "Listener", "connect", "new_secret"]
 
 log = logging.getLogger("hvd_adpsgd")
 
+# longest wait of a learner that trains for the rest of a message, or until a message is taken
+MESSAGE_S = 10.0
 _HANDSHAKE_S = 5.0
+_LENGTH = struct.Struct("!I")  # in front of each object: the number of its bytes
+_READ_NBYTES = 2**20
 _FAILURE_S = 60.0  # the default of failure_timeout_s
 _UNPROVEN = 16  # connections whose proof has not been received, at most
 _NAME = "hvd_adpsgd "
@@ -53,7 +60,6 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_NBYTES)
 
 
-@dataclass
 class Conversation:
     """A connection that carries objects between a joining super learner and a learner of the job, in order.
 
@@ -61,31 +67,34 @@ class Conversation:
         connection: a connection whose two ends have proved that they know the secret.
     """
 
-    connection: Connection
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        connection.setblocking(False)
+        self._arrived = (
+            bytearray()
+        )  # the beginning of the next object, and the number of its bytes before it
 
-    def _take(self) -> Any:
-        try:
-            return self.connection.recv()
-        except EOFError:
-            raise PeerFailedError("the other side of the listener is lost: it has ended") from None
-        except OSError as error:
-            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
-        except Exception as error:  # pickle raises exceptions of many classes
-            raise PeerFailedError(
-                f"an object from the other side of the listener cannot be read ({error}). Run the same "
-                "release on both sides."
-            ) from error
-
-    def send(self, value: Any) -> None:
+    def send(self, value: Any, seconds: float | None = None) -> None:
         """Send an object.
 
+        Args:
+            value: the object.
+            seconds: longest wait for the other side to take its bytes, after which the connection is closed;
+                None: wait as long as the other side runs.
+
         Raises:
-            PeerFailedError: if the other side has ended.
+            PeerFailedError: if the other side has ended, or does not take the object within `seconds`.
         """
-        try:
-            self.connection.send(value)
-        except OSError as error:
-            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
+        data = pickle.dumps(value)
+        rest, ends = memoryview(_LENGTH.pack(len(data)) + data), _deadline(seconds)
+        while rest:
+            if not self._is_ready(select.POLLOUT, ends):
+                self.close()  # the other side could not tell the rest of this object from the next one
+                raise PeerFailedError(
+                    f"the other side of the listener received no complete message for {seconds:g} s"
+                )
+            with _losses(), contextlib.suppress(BlockingIOError):
+                rest = rest[self.connection.send(rest) :]
 
     def receive(self, seconds: float | None) -> Any:
         """Receive and return the next object.
@@ -96,25 +105,71 @@ class Conversation:
         Raises:
             PeerFailedError: if no object comes within `seconds`, or the other side has ended.
         """
+        ends = _deadline(seconds)
+        while (missing := self._missing) > 0:
+            if not self._is_ready(select.POLLIN, ends):
+                raise PeerFailedError(
+                    f"the other side of the listener sent no complete message for {seconds:g} s"
+                )
+            with _losses(), contextlib.suppress(BlockingIOError):
+                more = self.connection.recv(min(missing, _READ_NBYTES))
+                if not more:
+                    raise _lost("it has ended")
+                self._arrived += more
+        data, self._arrived = bytes(self._arrived[_LENGTH.size :]), bytearray()
         try:
-            there = self.connection.poll(seconds)
-        except OSError as error:
-            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
-        if there:
-            return self._take()
-        raise PeerFailedError(f"the other side of the listener sent nothing for {seconds:g} s")
+            return pickle.loads(data)
+        except Exception as error:  # pickle raises exceptions of many classes
+            raise PeerFailedError(
+                f"an object from the other side of the listener cannot be read ({error}). Run the same "
+                "release on both sides."
+            ) from error
+
+    @property
+    def _missing(self) -> int:
+        """The number of bytes that the next object, or its length, still lacks."""
+        if len(self._arrived) < _LENGTH.size:
+            return _LENGTH.size - len(self._arrived)
+        return _LENGTH.size + int(_LENGTH.unpack_from(self._arrived)[0]) - len(self._arrived)
 
     def received(self) -> list[Any]:
-        """Return a list with the next object, or an empty list if no object has arrived; see `receive`."""
-        try:
-            there = self.connection.poll(0)
-        except OSError as error:
-            raise PeerFailedError(f"the other side of the listener is lost: {error}") from None
-        return [self._take()] if there else []
+        """Return a list with the next object, or an empty list if no object has begun to arrive.
+
+        Raises:
+            PeerFailedError: if an object that has begun to arrive is incomplete after MESSAGE_S; see receive.
+        """
+        begun = self._arrived or self._is_ready(select.POLLIN, -math.inf)
+        return [self.receive(MESSAGE_S)] if begun else []
+
+    def _is_ready(self, events: int, ends: float) -> bool:
+        """Wait until bytes can move or the connection has ended; return False after `ends`."""
+        if self.connection.fileno() < 0:
+            raise _lost("the connection is closed")
+        poll = select.poll()
+        poll.register(self.connection, events)
+        seconds = ends - time.monotonic()
+        return bool(poll.poll(None if seconds == math.inf else max(0.0, 1e3 * seconds)))
 
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
+
+
+def _deadline(seconds: float | None) -> float:
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
+def _lost(why: object) -> PeerFailedError:
+    return PeerFailedError(f"the other side of the listener is lost: {why}")
+
+
+@contextlib.contextmanager
+def _losses() -> Iterator[None]:
+    """Context manager that turns the error of a connection into a PeerFailedError."""
+    try:
+        yield
+    except OSError as error:
+        raise _lost(error) from None
 
 
 class Listener:
@@ -271,7 +326,7 @@ def _proven(connection: socket.socket, failure_s: float) -> Conversation:
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Conversation(Connection(connection.detach()))
+    return Conversation(socket.socket(fileno=connection.detach()))
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:

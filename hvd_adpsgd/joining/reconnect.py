@@ -216,6 +216,10 @@ class MembersGather:
         told |= heard[1]
         return [told.get(rank) for rank in range(self._size)]
 
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
     def _relayed(self, kind: str, told: dict[int, Any]) -> tuple[str, dict[int, Any]] | None:
         """Return what the joining super learner says, after it was told the others' values."""
         candidate = self._candidate
@@ -227,10 +231,8 @@ class MembersGather:
         ):
             return None
         try:
-            heard: tuple[str, dict[int, Any]] = candidate.conversation.receive(
-                max(0.0, self._ends - time.monotonic())
-            )
-            candidate.conversation.send((kind, told))
+            heard: tuple[str, dict[int, Any]] = candidate.conversation.receive(self._left_s)
+            candidate.conversation.send((kind, told), self._left_s)
         except PeerFailedError as error:
             candidate.problem = f"it failed, or did not come, when all met ({error})"
             return None

@@ -25,6 +25,7 @@ from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 
 __all__ = [
+    "MOST_SUPER_LEARNERS",
     "Communicators",
     "Placement",
     "World",
@@ -150,7 +151,7 @@ class World:
         names = names_of(groups, placements)
         ranks = groups[super_rank] if joining else tuple(range(len(placements)))
         plain = _is_plain(config, len(groups))
-        done, departure, left = _flags(comms.inner, len(groups), plain)
+        done, departure, left = _flags(comms.inner, plain)
         membership = Membership(groups, names, super_rank, left)
         is_leader = membership.is_leader = rank == groups[super_rank][0]
         teardown = Teardown(
@@ -255,7 +256,7 @@ def _is_plain(config: Config, super_size: int) -> bool:
     return super_size == 1 and config.join_secret_file is None
 
 
-def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
+def _flags(inner: Any, plain: bool) -> list[NDArray[np.uint8]]:
     """Return bytes in memory that the learners of a super learner share.
 
     In plain Horovod they are not shared, because its super learner may span hosts.
@@ -264,7 +265,7 @@ def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
         Three arrays: a byte per learner for Teardown, the flags of Departure, and a byte per super learner
         for Membership.
     """
-    sizes = inner.Get_size(), Departure.FLAGS, super_size + ROOM
+    sizes = inner.Get_size(), Departure.FLAGS, MOST_SUPER_LEARNERS
     if plain:
         return [
             np.ones(sizes[0], dtype=np.uint8),
@@ -274,7 +275,8 @@ def _flags(inner: Any, super_size: int, plain: bool) -> list[NDArray[np.uint8]]:
     return np.split(bytes_, np.cumsum(sizes)[:-1])
 
 
-ROOM = 1000  # number of super learners that may join later
+# most super learners of a job, with all that have joined and have left; the same on all learners
+MOST_SUPER_LEARNERS = 2**16
 
 _current: World | None = None
 

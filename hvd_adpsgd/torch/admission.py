@@ -26,7 +26,7 @@ from hvd_adpsgd.joining.candidates import (
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import world as worlds
-from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS, World
 from hvd_adpsgd.torch.arrival import arrive
 from hvd_adpsgd.torch.change_over import DOING, drop, prepare, switch
 from hvd_adpsgd.torch.meeting import have_met, meets, waits_anyway
@@ -353,11 +353,30 @@ def _give_number(
     """
     requesting = [one for one in coming if one.state == "requesting"]
     number = len(world.groups)
-    if not requesting or number in awaited:
+    if not requesting or number in awaited or _is_full(world, mine):
         return {}
     if requesting[0].rank == world.rank:
         _offer(world, next(n for n in mine if n.number is None), patience_s)
     return {number: requesting[0].rank}
+
+
+def _is_full(world: World, mine: list[JoiningSuperLearner]) -> bool:
+    """Whether the job has no super_rank left for an additional super learner; then dismiss those that ask.
+
+    The answer is the same on all learners.
+    """
+    if len(world.groups) < MOST_SUPER_LEARNERS:
+        return False
+    why = (
+        f"the job has had {len(world.groups)} super learners, the most is {MOST_SUPER_LEARNERS}, and "
+        "each additional one needs a new number. Start the job again from a checkpoint, or replace a failed "
+        "super learner"
+    )
+    for candidate in [one for one in mine if one.number is None]:
+        join_server(world).remove(candidate)
+        candidate.dismiss(why=why)
+        log.error("a super learner cannot join: %s.", why)
+    return True
 
 
 def _offer(world: World, candidate: JoiningSuperLearner, patience_s: float) -> None:
@@ -380,7 +399,9 @@ def _offer_alone(world: World, patience_s: float) -> None:
         return
     mine = list(join_server(world).candidates)
     requesting = [one for one in mine if one.state() == "requesting"]
-    if requesting and all(one.number != len(world.groups) for one in mine):
+    if not requesting or _is_full(world, requesting):
+        return
+    if all(one.number != len(world.groups) for one in mine):
         _offer(world, requesting[0], patience_s)
 
 

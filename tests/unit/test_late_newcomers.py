@@ -7,7 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.errors import LaunchError
+from hvd_adpsgd.joining import joining
 from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinRequest, JoinServer
+from hvd_adpsgd.joining.reconnect import RECONNECT_S
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS
 from hvd_adpsgd.torch import admission
 
 
@@ -32,3 +38,76 @@ def test_who_comes_too_late_is_dismissed_and_counts_as_no_failure(
     admission._dismiss_late(here, cast(Any, world))
     assert (one in here.candidates) is stays
     assert admission._failures == failures
+
+
+class _Hears:
+    """A conversation that remembers what it sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def received(self) -> list[Any]:
+        return []
+
+    def send(self, value: Any, seconds: float | None = None) -> None:
+        self.sent.append(value)
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all meet", "without a meeting"])
+def test_one_more_than_a_job_can_have_is_refused(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has a number: no learner has memory for what it would note about this one."""
+    here, one, hears = JoinServer(), JoiningSuperLearner(None, 0.0), _Hears()
+    one.enters(cast(Any, hears), JoinRequest((), None))
+    here.candidates.append(one)
+    monkeypatch.setattr(admission, "join_server", lambda world: here)
+    monkeypatch.setattr(admission, "MOST_SUPER_LEARNERS", 2)
+    world = cast(
+        Any,
+        SimpleNamespace(
+            rank=0,
+            groups=((0,), (1,)),
+            collectives=SimpleNamespace(ranks=(0, 1)),
+            membership=SimpleNamespace(failed_ranks=lambda: ()),
+        ),
+    )
+    if alone:
+        admission._offer_alone(world, 1.0)
+    else:
+        asks = [admission._Coming(None, "requesting", one.request, 0)]
+        assert admission._give_number(world, [], asks, set(), 1.0) == {}, "on another learner"
+        assert admission._give_number(world, [one], asks, set(), 1.0) == {}
+    error, closed = hears.sent
+    assert closed == "closed" and isinstance(error, LaunchError)
+    assert "had 2 super learners, the most is 2" in str(error)
+    assert here.candidates == []
+
+
+def test_all_that_a_job_can_have_are_noted() -> None:
+    """What the learners of a super learner share has a byte for each, on those that join late as well."""
+    communicator = SimpleNamespace(Get_size=lambda: 1)
+    left = worlds._flags(communicator, plain=False)[2]
+    assert left.size == MOST_SUPER_LEARNERS
+
+
+def test_a_joining_super_learner_waits_as_long_as_members_may_vote() -> None:
+    """They wait for a learner that has stopped until it has failed; then they would switch to a ghost."""
+    patience: list[float] = []
+
+    class Late(_Hears):
+        def receive(self, seconds: float) -> bool:
+            patience.append(seconds)
+            return True
+
+    one = joining.JoiningLearner.__new__(joining.JoiningLearner)
+    one.conversation = cast(Any, Late())
+    world = SimpleNamespace(
+        config=Config(failure_timeout_s=300.0),
+        collectives=SimpleNamespace(gather=lambda doing, said: [None, said]),
+    )
+    assert one.verdict(cast(Any, world)) is True
+    assert patience[0] > RECONNECT_S + 300.0

@@ -6,7 +6,9 @@ import os
 import queue
 import re
 import resource
+import select
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,8 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 from hvd_adpsgd.joining import joining
+from hvd_adpsgd.joining import listener as conversations
+from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinRequest
 from hvd_adpsgd.joining.listener import Conversation, Listener, connect, new_secret
 from tests.launcher import wait_for
 
@@ -54,8 +58,76 @@ def test_both_sides_talk(listener: str, entered: queue.Queue[Conversation]) -> N
 def test_who_says_nothing_is_waited_for_no_longer(
     listener: str, entered: queue.Queue[Conversation]
 ) -> None:
-    with pytest.raises(PeerFailedError, match=r"sent nothing for 0.01 s"):
+    with pytest.raises(PeerFailedError, match="sent no complete message for 0.01 s"):
         connect(listener, SECRET).receive(0.01)
+
+
+def _stopped_in_mid_message(conversation: Conversation, value: object) -> bytes:
+    """Send the first half of a message, as a process does that is stopped then; return the other half."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Conversation(ours).send(value)
+        message = theirs.recv(2**20)
+    half = len(message) // 2
+    conversation.connection.sendall(message[:half])
+    return message[half:]
+
+
+def test_who_stops_in_mid_message_is_waited_for_no_longer(
+    listener: str, entered: queue.Queue[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while all meet, nor where a message is looked for; one that continues is understood."""
+    monkeypatch.setattr(conversations, "MESSAGE_S", 0.01)
+    candidate = connect(listener, SECRET)
+    job = entered.get(timeout=60)
+    terms = ["layer.weight (1000, 1000)"] * 100
+    rest = _stopped_in_mid_message(candidate, terms)
+    wait_for(lambda: job._is_ready(select.POLLIN, 0.0), "the first half", 60)
+    for _ in range(2):
+        with pytest.raises(PeerFailedError, match="sent no complete message for 0.01 s"):
+            job.received()
+    with pytest.raises(PeerFailedError, match="sent no complete message for 0.02 s"):
+        job.receive(0.02)
+    candidate.connection.sendall(rest)
+    assert job.receive(60) == terms
+
+
+def test_a_newcomer_that_stops_in_mid_message_is_given_up(
+    listener: str, entered: queue.Queue[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MESSAGE_S", 0.01)
+    candidate = connect(listener, SECRET)
+    here = JoiningSuperLearner(1, time.monotonic() + 1e6)
+    here.enters(entered.get(timeout=60), JoinRequest((), None))
+    assert here.state() == "starting"
+    _stopped_in_mid_message(candidate, ["terms"])
+    wait_for(lambda: here.state() != "starting", "the first half", 60)
+    assert here.state() == "failed" and "sent no complete message" in here.problem
+
+
+def test_who_receives_nothing_is_waited_for_no_longer(
+    listener: str, entered: queue.Queue[Conversation]
+) -> None:
+    """What it has received of the message tells it nothing: the connection is lost."""
+    connection = connect(listener, SECRET)
+    job = entered.get(timeout=60)
+    with pytest.raises(PeerFailedError, match="received no complete message for 0.1 s"):
+        job.send(bytes(2**26), 0.1)
+    with pytest.raises(PeerFailedError, match="lost: the connection is closed"):
+        job.send("more")
+    with pytest.raises(PeerFailedError, match="lost: the connection is closed"):
+        job.received()
+    with pytest.raises(PeerFailedError, match="lost: it has ended"):
+        connection.receive(60)
+
+
+def test_large_objects_arrive(listener: str, entered: queue.Queue[Conversation]) -> None:
+    candidate = connect(listener, SECRET)
+    job, data = entered.get(timeout=60), os.urandom(2**24)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(candidate.send, [data, data])
+        assert job.receive(60) == [data, data]
+        sending.result(60)
 
 
 def test_who_has_another_secret_stays_out(
