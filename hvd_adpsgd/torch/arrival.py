@@ -95,6 +95,7 @@ def _receive(new_group: NewGroup, model: torch.nn.Module) -> JoinState:
         state, values = reconnect.receive(transfer)
         told.append(state)
         for i, value in zip(share, values, strict=True):
-            tensors[i].data.copy_(torch.from_numpy(value))
+            if tensors[i].shape == value.shape:  # a cache may have another one on each learner
+                tensors[i].data.copy_(torch.from_numpy(value))
     made: JoinState = unpack(told[0])
     return made

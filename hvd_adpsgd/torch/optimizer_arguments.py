@@ -323,7 +323,9 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
     """Return (name, tensor) of the floating-point buffers in argument `buffers`, which can be averaged."""
     if buffers is None:
         return []
-    pairs = listed(statistics(buffers) if isinstance(buffers, torch.nn.Module) else buffers)
+    if isinstance(buffers, torch.nn.Module):
+        buffers = [(name, b) for name, b in statistics(buffers) if _is_finite(name, b)]
+    pairs = listed(buffers)
     _require_named("buffers", pairs)
     cut = next((name for name, b in pairs if is_sharded(b)), None)
     if cut is not None:
@@ -331,6 +333,13 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
             f"buffers= has {cut!r}, a DTensor, and the leader's buffers are averaged. Leave it out."
         )
     return [(f"buffer.{name}", b) for name, b in pairs if b.is_floating_point()]
+
+
+def _is_finite(name: str, buffer: torch.Tensor) -> bool:
+    if buffer.is_meta or bool(torch.isfinite(buffer).all()):
+        return True
+    log.info("buffers= has %r, which holds NaN or Inf, as a mask does: it is not averaged.", name)
+    return False
 
 
 def trained_tensors(

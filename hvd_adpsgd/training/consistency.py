@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from hvd_adpsgd.training.sharded import sharding
 
 __all__ = [
     "agree",
+    "common",
     "described",
     "require_known",
     "require_same",
@@ -26,7 +28,11 @@ __all__ = [
     "unanimous",
 ]
 
+log = logging.getLogger("hvd_adpsgd")
+
 T = TypeVar("T")
+
+_logged: set[str] = set()  # names of tensors of which the log has said that they differ
 
 
 def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
@@ -139,6 +145,23 @@ def _first_difference(
         # one of these two learners failed after it had sent its digest: compare the surviving learners
         return _first_difference(world, doing, facts)
     return first, other, by_rank[first], by_rank[other]
+
+
+def common(world: World, doing: str, tensors: list[str]) -> list[str]:
+    """Return the descriptions of tensors that all learners have, in one order; log other names, each once."""
+    if len(set(world.collectives.gather(doing, _digest(tensors)))) == 1:
+        return tensors
+    told = [set(facts) for facts in world.collectives.gather(doing, tensors)]
+    kept = set.intersection(*told)
+    names = {fact.split(" ")[0] for fact in set.union(*told) - kept} - _logged
+    if names and world.rank == world.collectives.ranks[0]:
+        log.warning(
+            "%s: buffers (%s) keep their own values, as shapes or dtypes differ. Make caches persistent=False.",
+            doing,
+            ", ".join(map(repr, sorted(names)[:3])),
+        )
+    _logged.update(names)
+    return sorted(kept)
 
 
 def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:

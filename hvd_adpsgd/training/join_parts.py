@@ -14,7 +14,7 @@ import torch
 
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.means import means_of_models
+from hvd_adpsgd.training.means import Entry, means_of_models
 from hvd_adpsgd.training.sharded import is_sharded, local
 
 __all__ = ["Outline", "exchange_parts", "filled", "has_parts", "mesh_of", "outlined", "state_of"]
@@ -103,8 +103,10 @@ def _receive(
         return
     is_new = world.super_rank == joins
     wanted = [is_new] * len(tensors)
-    means, _ = means_of_models(world, doing, tensors, weight, wanted=wanted)
+    entries = [Entry("a part of the optimizer's state", tensor) for tensor in tensors]
+    means, _ = means_of_models(world, doing, entries, weight, wanted=wanted)
     for tensor, mean in zip(tensors, means, strict=False):
+        assert mean is not None
         local(tensor).copy_(mean)
 
 

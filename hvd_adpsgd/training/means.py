@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,79 +20,111 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = ["among_counterparts", "finite_means", "means_of_models"]
+__all__ = ["Entry", "among_counterparts", "finite_means", "means_of_models"]
 
 log = logging.getLogger("hvd_adpsgd")
+
+
+_ANY = 1024  # powers of two: more than any mean needs
+
+# names of tensors that are not trained, of which the log has said that they are not finite
+_ANY = 1024  # powers of two
+
+_logged: set[str] = set()
+
+
+class Entry(NamedTuple):
+    """A tensor of which the mean over super learners is taken; of the same shape and dtype on every learner.
+
+    Attributes:
+        name: its name, for messages.
+        tensor: the tensor.
+        is_trained: whether a model is not finite if this tensor is not. The mean of another tensor is that of
+            the models in which it is finite; without any there is no mean.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    is_trained: bool = True
 
 
 def finite_means(
     world: World,
     doing: str,
-    tensors: list[torch.Tensor],
+    entries: Sequence[Entry],
     weight: float = 1.0,
     pending: Sequence[Averaging] = (),
-) -> list[torch.Tensor]:
-    """Return the tensors' means over super learners; raise or warn, as configured, on NaN or infinity."""
-    means, unfit = means_of_models(world, doing, tensors, weight, pending)
+) -> list[torch.Tensor | None]:
+    """Return the tensors' means over super learners; raise or warn, as configured, on NaN or infinity.
+
+    None for a tensor without a mean, see Entry.
+    """
+    means, unfit = means_of_models(world, doing, entries, weight, pending)
     if unfit:
-        finite = all(bool(torch.isfinite(mean).all()) for mean in means)
-        if any(map(is_sharded, tensors)):
+        finite = all(bool(torch.isfinite(mean).all()) for mean in means if mean is not None)
+        if any(is_sharded(entry.tensor) for entry in entries):
             finite = all(world.collectives.gather(doing, finite))
         _without(world, doing, unfit, finite)
     return means
 
 
-def _without(world: World, doing: str, unfit: list[int], finite: bool) -> None:
+def _without(world: World, doing: str, unfit: Mapping[int, str], finite: bool) -> None:
     """Raise or warn because the models of some leaders hold NaN or infinity.
 
     Args:
         world: the World of this learner.
         doing: name of the operation, for messages.
-        unfit: ranks of these leaders.
+        unfit: ranks of these leaders, each with the name of a tensor that is not finite.
         finite: whether the mean of the other models is finite.
 
     Raises:
         NonFiniteModelError: on every learner, unless HVD_ADPSGD_NONFINITE is "skip" and `finite` is true.
     """
     who = f"the model of learner {', '.join(map(str, unfit))}, and of its super learner,"
+    where = next(iter(unfit.values()))
     if world.config.nonfinite == "raise" or not finite:
         raise NonFiniteModelError(
-            f"{doing}: {who} holds NaN or Inf; no mean was taken. Load a checkpoint, lower the "
+            f"{doing}: {who} holds NaN or Inf ({where}); no mean was taken. Load a checkpoint, lower the "
             "learning rate or clip gradients; HVD_ADPSGD_NONFINITE=skip takes the mean of the others, "
             "for all."
         )
     if world.rank == world.collectives.ranks[0]:
         log.warning(
-            "%s: %s holds NaN or Inf; the mean of the other models takes its place.", doing, who
+            "%s: %s holds NaN or Inf (%s); the mean of the other models takes its place.",
+            doing,
+            who,
+            where,
         )
 
 
 def means_of_models(
     world: World,
     doing: str,
-    tensors: list[torch.Tensor],
+    entries: Sequence[Entry],
     weight: float = 1.0,
     pending: Sequence[Averaging] = (),
     wanted: Sequence[bool] = (),
-) -> tuple[list[torch.Tensor], list[int]]:
+) -> tuple[list[torch.Tensor | None], dict[int, str]]:
     """Return the (weighted) mean of each tensor over the leaders, float64 for float64 tensors, else float32.
 
     Args:
         world: the World of this learner.
         doing: name of the operation, for messages.
-        tensors: tensors of the same shapes and dtypes on every learner.
+        entries: the tensors.
         weight: weight of this super learner's model.
         pending: paused averagings whose pending corrections count as applied.
         wanted: per tensor, whether this learner needs its mean; () for all.
 
     Returns:
         The means of the wanted tensors, over the finite models, or over all models if none with a weight
-        above 0 is finite; and the ranks of the leaders whose models are not finite.
+        above 0 is finite; None for a tensor without a mean, see Entry. And the ranks of the leaders whose
+        models are not finite, with the name of a tensor of each that is not.
     """
-    wanted = wanted or [True] * len(tensors)
+    wanted = wanted or [True] * len(entries)
+    tensors = [entry.tensor for entry in entries]
     cut = list(map(is_sharded, tensors))
     if any(cut) and not all(cut):
-        return _means_of_both(world, doing, tensors, weight, pending, wanted)
+        return _means_of_both(world, doing, entries, weight, pending, wanted)
     gives = world.is_leader or any(cut)
     hosts = [
         local(t).detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
@@ -100,15 +132,18 @@ def means_of_models(
     ]
     if gives:
         hosts = _with_pending(pending, tensors, hosts)
-    fit = all(bool(torch.isfinite(h).all()) for h in hosts)
+    spares = list(map(_spare, hosts))
+    bad = [i for i, spare in enumerate(spares) if spare is None]
+    unfit = next((entries[i].name for i in bad if entries[i].is_trained), None)
+    spare = min((spare for spare in spares if spare is not None), default=_ANY)
 
-    def operation(attempt: Attempt) -> tuple[list[NDArray[Any] | None], list[int]]:
+    def operation(attempt: Attempt) -> tuple[list[NDArray[Any] | None], dict[int, str]]:
         told = [call.private for call in attempt.calls]
-        leaders = [i for i, (leads, _, _) in enumerate(told) if leads]
-        fits = [i for i in leaders if told[i][1]]
+        leaders = [i for i, its in enumerate(told) if its[0]]
+        names = {i: told[i][1] for i in leaders if told[i][1] is not None}
         if any(cut):
-            leaders, fits = _whole(world, attempt, [fit for _, fit, _ in told])
-        weights = {i: told[i][2] for i in fits}
+            leaders, names = _whole(world, attempt, [its[1] for its in told])
+        weights = {i: told[i][2] for i in leaders if i not in names}
         if not any(weights.values()):
             weights = {i: told[i][2] for i in leaders}
         if not any(weights.values()):
@@ -118,57 +153,78 @@ def means_of_models(
                 f"{'Give the others a weight, or none.' if leaders else 'Start again from a checkpoint.'}"
             )
         weights = _within_range(weights)
-        arrays = [lent(h.contiguous()) for h in hosts]
-        unfit = [attempt.ranks[i] for i in leaders if i not in fits]
-        if not any(cut):
-            return _means_of(attempt, weights, arrays, wanted), unfit
-        return _means_of(*_weighed(world, attempt, weights), arrays, wanted), unfit
+        # a difference of finite numbers, or a sum of differences, may be beyond the dtype's range; no power
+        # of two changes a mean's other digits
+        needed = 1 + (len(weights) - 1).bit_length()
+        shift = needed if min(its[4] for its in told) < needed else 0
+        arrays = [lent(host.contiguous()) for host in hosts]
+        if shift:
+            arrays = [np.asarray(np.ldexp(array, -shift)) for array in arrays]
+        if any(cut):
+            means = _means_of(*_weighed(world, attempt, weights), arrays, wanted)
+        else:
+            others = [set(its[3]) for its in told]
+            means = _means_of_finite(attempt, doing, entries, weights, others, arrays, wanted)
+        if shift:
+            means = [None if m is None else np.asarray(np.ldexp(m, shift)) for m in means]
+        return means, {attempt.ranks[i]: name for i, name in names.items()}
 
-    call = Call(doing, private=(gives, fit, weight))
-    means, unfit = world.collectives.run(call, operation)
+    untrained = [i for i in bad if not entries[i].is_trained]
+    call = Call(doing, private=(gives, unfit, weight, untrained, spare))
+    means, found = world.collectives.run(call, operation)
     kept = (mean for mean, keeps in zip(means, wanted, strict=True) if keeps)
-    return [torch.from_numpy(mean) for mean in kept], unfit
+    return [None if mean is None else torch.from_numpy(mean) for mean in kept], found
+
+
+def _spare(host: torch.Tensor) -> int | None:
+    """Return by how many powers of two all elements are within the dtype's range; None: one is not finite."""
+    largest = max(map(abs, map(float, torch.aminmax(host)))) if host.numel() else 0.0
+    if not math.isfinite(largest):
+        return None
+    return math.frexp(torch.finfo(host.dtype).max)[1] - math.frexp(largest)[1]
 
 
 def _means_of_both(
     world: World,
     doing: str,
-    tensors: list[torch.Tensor],
+    entries: Sequence[Entry],
     weight: float,
     pending: Sequence[Averaging],
     wanted: Sequence[bool],
-) -> tuple[list[torch.Tensor], list[int]]:
+) -> tuple[list[torch.Tensor | None], dict[int, str]]:
     """As `means_of_models`, for DTensors and plain tensors: in two operations."""
-    means: dict[int, torch.Tensor] = {}
-    unfit: set[int] = set()
+    means: dict[int, torch.Tensor | None] = {}
+    unfit: dict[int, str] = {}
     for kind in (False, True):
-        its = [i for i, tensor in enumerate(tensors) if is_sharded(tensor) is kind]
+        its = [i for i, entry in enumerate(entries) if is_sharded(entry.tensor) is kind]
         keeps = [wanted[i] for i in its]
         found, bad = means_of_models(
-            world, doing, [tensors[i] for i in its], weight, pending, keeps
+            world, doing, [entries[i] for i in its], weight, pending, keeps
         )
         means.update(
             zip((i for i, keep in zip(its, keeps, strict=True) if keep), found, strict=True)
         )
         unfit.update(bad)
-    return [means[i] for i in sorted(means)], sorted(unfit)
+    return [means[i] for i in sorted(means)], dict(sorted(unfit.items()))
 
 
-def _whole(world: World, attempt: Attempt, fit: list[bool]) -> tuple[list[int], list[int]]:
-    """Return the leaders of super learners without a failed learner, and those whose parts are all finite.
+def _whole(
+    world: World, attempt: Attempt, unfit: Sequence[str | None]
+) -> tuple[list[int], dict[int, str]]:
+    """Return the leaders of super learners without a failed learner, and whose models are not finite.
 
     Args:
         world: the World of this learner.
         attempt: the attempt at the operation.
-        fit: by rank in the attempt, whether the learner's part is finite.
+        unfit: by rank in the attempt, the name of a tensor whose part there is not finite; None: all are.
 
     Returns:
-        Ranks in the attempt.
+        Ranks in the attempt, and for each whose model is not finite the name of a tensor.
     """
     places = {rank: i for i, rank in enumerate(attempt.ranks)}
-    whole = [group for group in world.groups if places.keys() >= set(group)]
-    finite = [group for group in whole if all(fit[places[rank]] for rank in group)]
-    return [places[group[0]] for group in whole], [places[group[0]] for group in finite]
+    whole = [[places[r] for r in group] for group in world.groups if places.keys() >= set(group)]
+    bad = [(group[0], name) for group in whole for i in group if (name := unfit[i]) is not None]
+    return [group[0] for group in whole], dict(bad)
 
 
 def among_counterparts(world: World, attempt: Attempt) -> Attempt:
@@ -212,6 +268,59 @@ def _within_range(weights: dict[int, float]) -> dict[int, float]:
     """Return the weights divided by a power of two, so that each is below 1 and no sum overflows float32."""
     _, exponent = math.frexp(max(weights.values()))
     return {i: math.ldexp(weight, -exponent) for i, weight in weights.items()}
+
+
+def _means_of_finite(
+    attempt: Attempt,
+    doing: str,
+    entries: Sequence[Entry],
+    weights: dict[int, float],
+    bad: Sequence[Collection[int]],
+    arrays: list[NDArray[Any]],
+    wanted: Sequence[bool],
+) -> list[NDArray[Any] | None]:
+    """As `_means_of`, each over the ranks on which it is finite; None if it is on none, or not wanted.
+
+    Args:
+        attempt: the attempt at the operation.
+        doing: name of the operation, for messages.
+        entries: the tensors that are averaged.
+        weights: the weight of each model that counts, by rank in the attempt.
+        bad: by rank, the numbers of the tensors that are not trained and not finite there.
+        arrays: this rank's values of the tensors.
+        wanted: per tensor, whether this learner needs its mean.
+    """
+    means: list[NDArray[Any] | None] = [None] * len(arrays)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in range(len(arrays)):
+        groups.setdefault(tuple(r for r in weights if i not in bad[r]), []).append(i)
+    for ranks, its in groups.items():
+        its_weights = {rank: weights[rank] for rank in ranks}
+        if len(ranks) < len(weights) and attempt.rank == 0:
+            _log_others(doing, {entries[i].name for i in its}, len(ranks), len(weights))
+        if any(its_weights.values()):
+            keeps = [wanted[i] for i in its]
+            found = _means_of(attempt, its_weights, [arrays[i] for i in its], keeps)
+            for i, mean in zip(its, found, strict=True):
+                means[i] = mean
+    return means
+
+
+def _log_others(doing: str, names: set[str], finite: int, models: int) -> None:
+    """Log, once for each, that tensors that are not trained hold NaN or infinity in some of the models."""
+    if not names - _logged:
+        return
+    log.log(
+        # a mask of infinities is the same everywhere
+        logging.WARNING if finite else logging.INFO,
+        "%s: %s is not trained, and holds NaN or Inf in %d of %d models; %s.",
+        doing,
+        ", ".join(map(repr, sorted(names - _logged))),
+        models - finite,
+        models,
+        "all learners get the mean of the others" if finite else "it keeps its values",
+    )
+    _logged.update(names)
 
 
 def _means_of(

@@ -15,8 +15,8 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.consistency import described, require_same
-from hvd_adpsgd.training.means import finite_means, means_of_models
+from hvd_adpsgd.training.consistency import common, described, require_same
+from hvd_adpsgd.training.means import Entry, finite_means, means_of_models
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live
@@ -28,25 +28,30 @@ log = logging.getLogger("hvd_adpsgd")
 
 
 @torch.no_grad()
-def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
+def average_model(model: torch.nn.Module, weight: float = 1.0, *, buffers: bool = True) -> None:
     """Set the model to the exact mean over super learners, in place; all learners call it together.
 
-    Parameters and floating-point buffers (but the vectors of spectral_norm) become the mean of the leaders'
-    values; with weights, sum of weight_i w_i / sum of weight_i. If an optimizer averages the model, its
-    running exchanges finish and pending corrections are applied first. With a2cid2, the middle of its two
-    models is averaged. Waits for the slowest super learner: use it for evaluation and for the final
-    checkpoint.
+    Parameters and buffers become the mean of the leaders' values; with weights, sum of weight_i w_i / sum of
+    weight_i. If an optimizer averages the model, its running exchanges finish and pending corrections are
+    applied first. With a2cid2, the middle of its two models is averaged. Waits for the slowest super learner:
+    use it for evaluation and for the final checkpoint.
+
+    Of the buffers, those are averaged that are floating-point and persistent (in the state dict), but the
+    vectors of spectral_norm. A buffer, or a parameter that is not trained, may hold NaN or Inf: its mean is
+    that of the models in which it is finite. In all models, as a mask of infinities, it keeps its values. So
+    does a buffer whose shape or dtype differs between learners, which the log names.
 
     Args:
         model: the same module on every learner.
         weight: weight of this super learner's model in the mean, >= 0, the same on all its learners; for
             instance 1 / its held-out loss. The weights must not all be 0.
+        buffers: False: all buffers keep their own values.
 
     Raises:
         ConfigError: on every learner, if a weight is not a number >= 0, or all are 0.
-        ModelMismatchError: on every learner, if their models differ in names, shapes or dtypes.
-        NonFiniteModelError: on every learner, if a leader's model holds NaN or Inf; no mean is taken.
-            With HVD_ADPSGD_NONFINITE=skip all receive the mean of the finite models instead, unless
+        ModelMismatchError: on every learner, if their parameters differ in names, shapes or dtypes.
+        NonFiniteModelError: on every learner, if a trained parameter holds NaN or Inf on a leader; no mean is
+            taken. With HVD_ADPSGD_NONFINITE=skip all receive the mean of the finite models instead, unless
             their weights are all 0.
     """
     world = worlds.current()
@@ -54,16 +59,16 @@ def average_model(model: torch.nn.Module, weight: float = 1.0) -> None:
     if world.super_size == 1:
         return
     doing = "average_model"
-    tensors = _floating(world, doing, [model])
+    entries = _entries(world, doing, [model], buffers)
+    tensors = [entry.tensor for entry in entries]
     with contextlib.ExitStack() as stack:
         averagings = stack.enter_context(held(world, doing))
         concerned = [a for a in averagings if any(t in a.tensors.parameters for t in tensors)]
         stack.enter_context(paused(world, doing, concerned))
-        means = finite_means(world, doing, tensors, float(weight))
+        means = finite_means(world, doing, entries, float(weight))
         for averaging in concerned:
             averaging.rule.before_mean()
-        for tensor, mean in zip(tensors, means, strict=True):
-            local(tensor).data.copy_(mean)
+        _write(entries, means)
         for averaging in concerned:
             averaging.rule.after_mean()
             averaging.tensors.forget(tensors)
@@ -96,7 +101,7 @@ def _require_weights(world: World, weight: Any) -> None:
 def consensus_distance(model: torch.nn.Module) -> float:
     """Return the exact root mean square distance of the super learners' models from their mean.
 
-    sqrt((1/n) sum over super learners of |w_l - mean|^2), over parameters and floating-point buffers
+    sqrt((1/n) sum over super learners of |w_l - mean|^2), over the parameters and buffers of average_model
     with their current values; pending corrections are not applied. All learners call it together; it
     waits for the slowest learner. Inside `averaged` all models are the mean, so the result is 0. `metrics()`
     has an estimate without communication.
@@ -110,11 +115,11 @@ def consensus_distance(model: torch.nn.Module) -> float:
     world, doing = worlds.current(), "consensus_distance"
     if world.super_size == 1:
         return 0.0
-    tensors = _floating(world, doing, [model])
+    entries = _entries(world, doing, [model])
     square = sum(
         float((local(t).detach().cpu().double() - mean.double()).square().sum())
-        for t, mean in zip(tensors, means_of_models(world, doing, tensors)[0], strict=True)
-        if world.is_leader or is_sharded(t)
+        for (_, t, _), mean in zip(entries, means_of_models(world, doing, entries)[0], strict=True)
+        if mean is not None and (world.is_leader or is_sharded(t))
     )
     told = world.collectives.gather(doing, (world.is_leader, square))
     return math.sqrt(sum(square for _, square in told) / sum(leads for leads, _ in told))
@@ -139,17 +144,17 @@ def averaged(
     Args:
         model: the same module on every learner.
         *more: further modules, such as a moving average of the model (EMA); each has its own mean.
-        buffers: whether floating-point buffers hold their mean, too; by default they keep their own values.
+        buffers: whether buffers hold their mean, too, see average_model; by default they keep their values.
 
     Raises:
-        ModelMismatchError: on every learner, if their models differ in names, shapes or dtypes.
+        ModelMismatchError: on every learner, if their parameters differ in names, shapes or dtypes.
         NonFiniteModelError: on every learner, if a leader's model holds NaN or Inf; see average_model.
     """
     world, modules = worlds.current(), [model, *more]
     with contextlib.ExitStack() as left:
         with counted("averaged"), torch.no_grad():
-            named = _floating(world, "averaged", modules, buffers) if world.super_size > 1 else []
-            means = _means_of_the_run(world, named) if named else []
+            entries = _entries(world, "averaged", modules, buffers) if world.super_size > 1 else []
+            means = _means_of_the_run(world, entries) if entries else []
             tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
             for module in modules:
                 left.callback(
@@ -159,8 +164,7 @@ def averaged(
             for tensor in tensors:
                 part = local(tensor)
                 left.callback(_restore, part, part.data, part.detach().clone())
-            for tensor, mean in zip(named, means, strict=True):
-                local(tensor).data.copy_(mean)
+            _write(entries, means)
             del means
             left.callback(reshard, *modules)  # called first: the block may have evaluated the model
         concerned = [
@@ -174,7 +178,14 @@ def averaged(
         yield
 
 
-def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Tensor]:
+def _write(entries: Sequence[Entry], means: Sequence[torch.Tensor | None]) -> None:
+    """Copy the means to the tensors; one without a mean keeps its values."""
+    for entry, mean in zip(entries, means, strict=True):
+        if mean is not None:
+            local(entry.tensor).data.copy_(mean)
+
+
+def _means_of_the_run(world: World, entries: Sequence[Entry]) -> list[torch.Tensor | None]:
     """Return the tensors' means over super learners, with pending corrections, while exchanges are paused.
 
     Inside a nested block the tensors hold that mean already, so nothing counts as pending.
@@ -185,14 +196,14 @@ def _means_of_the_run(world: World, named: list[torch.Tensor]) -> list[torch.Ten
         pending = [
             a
             for a in averagings
-            if not a.holds_mean and any(t in a.tensors.parameters for t in named)
+            if not a.holds_mean and any(e.tensor in a.tensors.parameters for e in entries)
         ]
         if world.collectives.joining:  # a joining super learner has no peers until it has joined
             pending = []
         # of a model in shards, a leader has the pending corrections of its own shard only
         whole = [a for a in pending if a.tensors.shards == 1]
         stack.enter_context(paused(world, doing, pending, keeping_pending=whole))
-        return finite_means(world, doing, named, pending=whole)
+        return finite_means(world, doing, entries, pending=whole)
 
 
 def _put_back(held: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
@@ -218,7 +229,7 @@ def _give_back(averaging: Averaging) -> None:
 def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, torch.Tensor]:
     """Return means over the leaders of some parameters and buffers, in host memory, for a joining learner.
 
-    Models that are not finite are left out. Buffers that are not floating-point are copies of this learner's.
+    Models that are not finite are left out. Buffers that are not averaged are copies of this learner's.
     DTensors are left out (see join_parts). All learners call it together.
 
     Args:
@@ -229,12 +240,13 @@ def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, tor
         By index, the mean, for each index in `wanted`.
     """
     world, doing = worlds.current(), "mean_model"
-    named = [tensor for tensor in _floating(world, doing, [model]) if not is_sharded(tensor)]
+    entries = [e for e in _entries(world, doing, [model]) if not is_sharded(e.tensor)]
     tensors = [*model.parameters(), *model.buffers()]
     needed = {id(tensors[i]) for i in wanted}
-    flags = [id(t) in needed for t in named]
-    found = means_of_models(world, doing, named, wanted=flags)[0] if named else []
-    means = dict(zip((id(t) for t in named if id(t) in needed), found, strict=True))
+    flags = [id(e.tensor) in needed for e in entries]
+    found = means_of_models(world, doing, entries, wanted=flags)[0] if entries else []
+    its = (id(e.tensor) for e in entries if id(e.tensor) in needed)
+    means = dict(zip(its, found, strict=True))
     given = {i: means.get(id(tensors[i])) for i in wanted}
     return {i: tensors[i].detach().cpu().clone() if m is None else m for i, m in given.items()}
 
@@ -252,28 +264,38 @@ def mean_moments(averagings: Sequence[Averaging], wanted: bool) -> list[list[tor
         [moment for moment in averaging.rule.moments() if not is_sharded(moment)]
         for averaging in averagings
     ]
-    flat = [tensor for each in tensors for tensor in each]
+    flat = [Entry("a moment of the optimizer", tensor) for each in tensors for tensor in each]
     if not flat:
         return tensors
     means = means_of_models(worlds.current(), "mean_moments", flat, wanted=[wanted] * len(flat))[0]
-    rest = iter(means)
+    rest = iter([mean for mean in means if mean is not None])
     return [[next(rest) for _ in each] if wanted else [] for each in tensors]
 
 
-def _floating(
+def _entries(
     world: World, doing: str, modules: Sequence[torch.nn.Module], buffers: bool = True
-) -> list[torch.Tensor]:
+) -> list[Entry]:
     """Return the tensors of the modules that can be averaged, each once, in one order on all learners."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
+    parameters: dict[int, Entry] = {}
+    others: dict[int, Entry] = {}
+    trained = {key for averaging in live() for key in averaging.tensors.trained}
     reshard(*(module for module in modules if isinstance(module, torch.nn.Module)))
     for i, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(
                 f"{doing} got a {type(module).__name__}, allowed is a torch.nn.Module. Pass the model itself."
             )
-        more = statistics(module) if buffers else ()
-        for name, tensor in (*module.named_parameters(), *more):
-            if tensor.is_floating_point() and not shares_elements(tensor):
-                named.setdefault(id(tensor), (f"{i}.{name}" if i else name, tensor))
-    require_same(world, doing, described(named.values()))
-    return [tensor for _, tensor in named.values()]
+        start = f"{i}." if i else ""
+        for name, p in module.named_parameters():
+            if p.is_floating_point() and not shares_elements(p):
+                parameters.setdefault(
+                    id(p), Entry(start + name, p, p.requires_grad or id(p) in trained)
+                )
+        for name, b in statistics(module) if buffers else ():
+            if not shares_elements(b):
+                others.setdefault(id(b), Entry(start + name, b, False))
+    require_same(world, doing, described((e.name, e.tensor) for e in parameters.values()))
+    told = described((e.name, e.tensor) for e in others.values())
+    by_fact = dict(zip(told, others.values(), strict=True))
+    kept = common(world, doing, told) if buffers else []
+    return [*parameters.values(), *(by_fact[fact] for fact in kept)]

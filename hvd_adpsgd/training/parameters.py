@@ -61,15 +61,25 @@ def averaged_dtype(tensor: torch.Tensor) -> str:
 
 
 def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of buffers whose mean makes sense: dense, floating-point, not of spectral_norm.
+    """Yield (name, tensor) of buffers whose mean makes sense: dense, floating-point, in the state dict.
 
-    The vectors of spectral_norm have length 1 and either sign: their mean may be 0, and weights then NaN.
+    Those that are not in the state dict are caches, such as masks and tables of rotary embeddings. The
+    vectors of spectral_norm have length 1 and either sign: their mean may be 0, and weights then NaN.
     """
-    vectors = {id(buffer) for each in module.modules() for buffer in _vectors(each)}
+    without = {
+        id(buffer) for each in module.modules() for buffer in (*_vectors(each), *_caches(each))
+    }
     for name, buffer in module.named_buffers():
         dense = buffer.layout == torch.strided and buffer.is_floating_point()
-        if dense and id(buffer) not in vectors:
+        if dense and id(buffer) not in without:
             yield name, buffer
+
+
+def _caches(module: torch.nn.Module) -> list[torch.Tensor]:
+    names = module._non_persistent_buffers_set
+    return [
+        buffer for name, buffer in module._buffers.items() if name in names and buffer is not None
+    ]
 
 
 def _vectors(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -347,6 +347,7 @@ STATES = """
 
     mine = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     mine[0].weight.data.share_memory_()
+    mine.register_buffer("mask", torch.full((2,), -torch.inf))
     view = torch.ones(4, 3).t()
     view = view if hvd.super_size() > 1 else view.contiguous()  # Horovod refuses strides
     mine[0].register_parameter("view", torch.nn.Parameter(view))

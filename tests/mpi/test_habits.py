@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.launcher import run_learners
@@ -122,7 +123,7 @@ def test_average_model_does_not_spread_what_is_not_finite(place: str, policy: st
     for facts in said(f"{place}/{policy}/nan/1"):
         if policy == "raise":
             assert facts["error"] == "NonFiniteModelError", facts
-            assert f"learner {(n - 1) * k}," in facts["text"]
+            assert f"learner {(n - 1) * k}," in facts["text"] and "(0)" in facts["text"]
             assert facts["kept"]
         else:
             assert "error" not in facts
@@ -133,6 +134,35 @@ def test_average_model_does_not_spread_what_is_not_finite(place: str, policy: st
     for facts in said(f"{place}/{policy}/nan/weighted"):
         assert facts["error"] == "NonFiniteModelError", "those that are finite have no weight"
         assert facts["kept"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_mean_is_of_what_has_one(place: str) -> None:
+    """Infinite buffers, caches and unequal shapes keep their values; the mean of finite numbers is finite."""
+    n, k = map(int, place.split("x"))
+    single, double = (float(np.finfo(kind).max) for kind in (np.float32, np.float64))
+    signs = [-1.0] * (n - 1) + [1.0]
+    mean = [(n - 1) / 2, (n + 2) / 2, single * sum(signs) / n, double * (sum(signs) / n), True]
+    told = [facts["told"] for facts in said(f"{place}/odd")]
+    for facts in said(f"{place}/odd"):
+        me = facts["rank"] // k
+        own = [
+            float(me),
+            1.0 + me if me else math.inf,
+            signs[me] * single,
+            signs[me] * double,
+            True,
+        ]
+        means = facts["means"]
+        assert means["averaged"] == pytest.approx(mean, rel=1e-6), facts
+        assert means["without buffers"] == pytest.approx([mean[0], *own[1:]], rel=1e-6), facts
+        assert means["average_model without buffers"] == means["without buffers"]
+        assert means["average_model"] == pytest.approx(mean, rel=1e-6), facts
+        assert facts["distance"] == "inf", "their squares are"
+    lines = [text for text in told[0] if "shape_" in text or "observed_" in text]
+    assert len(lines) == 2 and f"buffers ('shape_{place}') keep their own values" in lines[0], told
+    assert f"NaN or Inf in 1 of {n} models; all learners get the mean of the others" in lines[1]
+    assert told[1:] == [[]] * 3, "said once"
 
 
 @pytest.mark.parametrize(

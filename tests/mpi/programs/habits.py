@@ -215,6 +215,49 @@ def not_finite(where: str, n: int) -> None:
     say(case=f"{where}/nan/weighted", kept=digest([p]) == before, **told)
 
 
+def odd_buffers(where: str, n: int) -> None:
+    """Infinite and unequal ones, caches, and elements whose sum is beyond their dtype's range."""
+    me = hvd.super_rank()
+    first, last = me == 0, me == n - 1
+    kept = {
+        "mask": torch.full((3, 3), -torch.inf).triu(1),
+        f"shape_{where}": torch.full((2 + hvd.rank(),), 1.0 * me),
+        "frozen": torch.tensor([torch.inf, 1.0]),
+        "cache": torch.tensor([1.0 + me]),
+    }
+    some = {f"observed_{where}": torch.tensor([torch.inf if first else 1.0 + me])}
+    huge = {
+        str(dtype): torch.full((SIZE,), torch.finfo(dtype).max * (1 if last else -1), dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    }
+    model = torch.nn.Linear(2, 1)
+    model.weight.data.fill_(float(me))
+    model.register_parameter("frozen", torch.nn.Parameter(kept["frozen"], requires_grad=False))
+    for name, buffer in {**kept, **some, **huge}.items():
+        if name != "frozen":
+            model.register_buffer(name.replace(".", ""), buffer, persistent=name != "cache")
+    before, means = [digest([each]) for each in kept.values()], {}
+
+    def look(what: str) -> None:
+        means[what] = [
+            float(model.weight[0, 0]),
+            *(float(t[0]) for t in (*some.values(), *huge.values())),
+        ]
+        means[what].append([digest([each]) for each in kept.values()] == before)
+
+    TOLD.clear()
+    with hvd.averaged(model, buffers=True):
+        look("averaged")
+    with hvd.averaged(model):
+        look("without buffers")
+    distance = hvd.consensus_distance(model)
+    hvd.average_model(model, buffers=False)
+    look("average_model without buffers")
+    hvd.average_model(model)
+    look("average_model")
+    say(case=f"{where}/odd", means=means, told=list(TOLD), distance=str(distance))
+
+
 def buffers(where: str) -> None:
     """They get the plain mean, whatever the scheme does to what is trained."""
     for spec in ("periodic_averaging:period=2,block_momentum=0.9,nesterov=1", "noloco:period=2"):
@@ -339,6 +382,7 @@ def main() -> None:
         waited_for(where)
         nested(where)
         not_finite(f"{where}/raise", n)
+        odd_buffers(where, n)
         buffers(where)
         frozen(where)
         keep(where, kept)
