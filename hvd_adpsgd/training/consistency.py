@@ -156,7 +156,7 @@ def common(world: World, doing: str, tensors: list[str]) -> list[str]:
     names = {fact.split(" ")[0] for fact in set.union(*told) - kept} - _logged
     if names and world.rank == world.collectives.ranks[0]:
         log.warning(
-            "%s: buffers (%s) keep their own values, as shapes or dtypes differ. Make caches persistent=False.",
+            "%s: buffers (%s) keep their own values, as shapes differ. Make caches persistent=False.",
             doing,
             ", ".join(map(repr, sorted(names)[:3])),
         )
