@@ -79,7 +79,9 @@ def test_kernels() -> None:
         ("step", "threads", "0", "1"),
         ("exchange", "chunk-kib", "0", "1"),
         ("step", "straggler", "-1.0", "0.0"),
-        ("operations", "learners", "0", "1"),
+        ("operations", "learners", "1", "2"),
+        ("step --straggler=1", "learners", "1", "2"),
+        ("step", "learners", "0", "1"),
         ("step", "steps", "0", "1"),
     ],
 )
@@ -91,7 +93,7 @@ def test_an_argument_out_of_bounds_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hvd_adpsgd", "bench", kind, f"--{option}={value}"])
+    monkeypatch.setattr(sys, "argv", ["hvd_adpsgd", "bench", *kind.split(), f"--{option}={value}"])
     assert commands.main() == 2
     assert capsys.readouterr().err == (
         f"bench: --{option} {value}: allowed is at least {least}. Pass a finite number in that range.\n"

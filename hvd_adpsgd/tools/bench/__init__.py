@@ -222,7 +222,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark `args.kind`, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
     try:
-        require_at_least(_LEAST, vars(args))
+        compares = args.kind == "operations" or vars(args).get("straggler", 0.0) > 0
+        require_at_least(_LEAST | ({"learners": 2} if compares else {}), vars(args))
         if vars(args).get("gpu"):
             _require_gpu()
         return _run(args)
