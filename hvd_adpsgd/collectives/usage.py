@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["Caller", "counted", "end_step", "on_behalf", "totals", "waited"]
+__all__ = ["Caller", "counted", "end_step", "is_waiting", "on_behalf", "totals", "waiting"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -45,6 +45,7 @@ class _Tally:
 
 _tally = _Tally()  # operations over all learners of this process
 _inside = threading.local()  # the operation that the user calls, while this thread runs it
+_waiting: set[int] = set()  # threads of the script that are in an operation over all learners
 
 
 @contextlib.contextmanager
@@ -60,10 +61,12 @@ def counted(operation: str) -> Iterator[Caller]:
         return
     caller, began = _caller(operation, sys._getframe(1)), time.monotonic()
     _inside.caller = caller
+    _waiting.add(threading.get_ident())
     try:
         yield caller
     finally:
         _inside.caller = None
+        _waiting.discard(threading.get_ident())
         seconds = time.monotonic() - began
         _tally.operations += 1
         _tally.seconds += seconds
@@ -81,11 +84,24 @@ def on_behalf(caller: Caller) -> Iterator[None]:
         _inside.caller = None
 
 
-def waited(caller: Caller, seconds: float) -> None:
-    """Add to `caller`'s operation the seconds that the script has waited for it after requesting it."""
-    times, before = _tally.callers.get(caller, (0, 0.0))
-    _tally.callers[caller] = times, before + seconds
-    _tally.seconds += seconds
+@contextlib.contextmanager
+def waiting(caller: Caller) -> Iterator[None]:
+    """Context manager in which the script waits for an operation that was counted when requested."""
+    began = time.monotonic()
+    _waiting.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _waiting.discard(threading.get_ident())
+        seconds = time.monotonic() - began
+        times, before = _tally.callers.get(caller, (0, 0.0))
+        _tally.callers[caller] = times, before + seconds
+        _tally.seconds += seconds
+
+
+def is_waiting() -> bool:
+    """Whether a thread of the script is in an operation over all learners now."""
+    return bool(_waiting)
 
 
 def _caller(operation: str, frame: FrameType | None) -> Caller:

@@ -12,7 +12,6 @@ import functools
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives.collectives import Collectives
-from hvd_adpsgd.collectives.usage import Caller, counted, on_behalf, waited
+from hvd_adpsgd.collectives.usage import Caller, counted, on_behalf, waiting
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
@@ -64,10 +63,8 @@ def synchronize(handle: Any) -> Any:
     """
     if not isinstance(handle, Handle):
         return horovod.synchronize(handle)
-    began = time.monotonic()
-    with handle.collectives.blocking():
+    with waiting(handle.caller), handle.collectives.blocking():
         wait([handle])
-    waited(handle.caller, time.monotonic() - began)
     return handle.result()
 
 

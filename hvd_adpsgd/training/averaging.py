@@ -59,6 +59,7 @@ class Averaging:
         super_learner: the learners that step together with the optimizer.
         pauses: depth of nested pauses of averaging.
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
+        waits_for_peers: whether the trainer waits for a round, or for exchanges that max_staleness demands.
         owes_nonfinite: whether this learner's part of a sharded model is not finite, so that all learners of
             its super learner raise in the next step.
     """
@@ -83,6 +84,7 @@ class Averaging:
         self.at_stop: list[Callable[[], object]] = []
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.holds_mean = 0
+        self.waits_for_peers = False
         self._submitted = 0  # number of gradients submitted to Horovod for the step under way
         self._steps = Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
@@ -171,7 +173,7 @@ class Averaging:
             self.super_learner.note_quorum()
         self._submitted += count
         if self._submitted >= total:
-            self.engine.publish(self.step)
+            self._publish()
 
     @contextlib.contextmanager
     def stepping(self, groups: Iterable[dict[str, Any]]) -> Iterator[None]:
@@ -370,9 +372,16 @@ class Averaging:
         corrections stay in the engine's open buffer.
         """
         if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
-            self.engine.publish(self.step)
+            self._publish()
             if not self.engine.memory.is_alone:
                 self.engines.inner_barrier()
+
+    def _publish(self) -> None:
+        self.waits_for_peers = True
+        try:
+            self.engine.publish(self.step)
+        finally:
+            self.waits_for_peers = False
 
     def absorb(self, waits: bool = True, whole: bool = True) -> bool:
         """Add corrections from exchanges, if any, to the tensors; copy the tensors to the engine (mirror).

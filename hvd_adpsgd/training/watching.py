@@ -29,6 +29,7 @@ from hvd_adpsgd.training.reports import bits_of, share_of
 from hvd_adpsgd.watching.alerts import Alert, Alerts
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.dashboard import Dashboard
+from hvd_adpsgd.watching.health import aged, late_after_s
 from hvd_adpsgd.watching.record import Event, Record
 from hvd_adpsgd.watching.reports import Report, decode, encode, readable
 from hvd_adpsgd.watching.sampler import Sample, Sampler
@@ -43,11 +44,13 @@ _LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is 
 _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 # seconds before a new first leader opens its page: else each would, as leaders leave at the end of a job
 _TAKEOVER_S = 3.0
-_SILENT_S = 10.0  # seconds after which a suspect leader counts as gone, and the next one reports
+_SILENT_S = 10.0  # seconds after which a suspect leader counts as gone, and the next one warns
 _GONE = (PeerState.LEFT, PeerState.FAILED)
 
 _SIZED = (torch.Tensor, np.ndarray, np.generic)
 _scalars: dict[str, Any] = {}  # scalars by name: a float, or a tensor on a GPU that is not read yet
+# by name, the tensor that was read last, and its value: the next call need not wait for the device
+_read: dict[str, tuple[torch.Tensor, float]] = {}
 _full = False  # whether the warning about too many names was logged
 _running: list[Watcher] = []
 _outlet: Outlet | None = None  # where log_to sends
@@ -60,7 +63,7 @@ def log(**scalars: Any) -> None:
     """Show numbers of this learner in top, on the dashboard and in the record: hvd.log(loss=loss, lr=lr).
 
     Returns at once: a tensor on a GPU is read later, by another thread. Of several values of a name the last
-    one is shown. The leader's values stand for its super learner; as many names as fit in about 130 bytes
+    one is shown. The leader's values stand for its super learner; as many names as fit in about 120 bytes
     (each takes 5 bytes plus its length) reach the other super learners, and all are in the record. NaN and
     infinity are shown.
 
@@ -154,10 +157,9 @@ def _logged() -> dict[str, float]:
     found = dict(_scalars)
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
-            found[name] = float(value)
-            # keep the float: the next call need not wait for the device
-            if _scalars.get(name) is value:
-                _scalars[name] = found[name]
+            if name not in _read or _read[name][0] is not value:
+                _read[name] = value, float(value)
+            found[name] = _read[name][1]
     return found
 
 
@@ -201,6 +203,9 @@ class Watcher:
         self._ill: dict[int, tuple[str, float]] = {}
         # by super_rank: time of the super learner's last report in the record
         self._recorded: dict[int, float] = {}
+        self._ages: dict[
+            int, float
+        ] = {}  # seconds since the newest report of each peer was received
         self._watched: weakref.ref[Averaging] | None = None
         # held by `look`, which the trainer's thread calls, too, when an optimizer's averaging stops
         self._lock = threading.Lock()
@@ -272,7 +277,7 @@ class Watcher:
         known = {world.super_rank: own}
         if averaging is not None:
             averaging.engine.tell(encode(own))
-            known = {**self._heard(averaging), **known}
+            known |= self._heard(averaging)
         now_s = time.monotonic()
         self._note_joined(world)
         self._note_states(world, now_s)
@@ -281,15 +286,20 @@ class Watcher:
         self._show(world, known, counters, speaks and not last)
         if speaks:
             self._shown = known, world.super_rank, _alive(world)
-            for alert in self._alerts.check(now_s, known, _alive(world), self._suspect):
+            late_s = late_after_s(self._every_s, world.super_size)
+            now = {i: aged(r, self._ages.get(i, 0.0), late_s) for i, r in known.items()}
+            for alert in self._alerts.check(now_s, now, _alive(world), self._suspect):
                 self._warn(alert)
         else:
             self._shown = None
 
     def _heard(self, averaging: Averaging) -> dict[int, Report]:
-        """Return the newest report received from each peer, by super_rank."""
-        told = {i: decode(text) for i, (_, text, _) in averaging.engine.told().items()}
-        return {i: report for i, report in told.items() if report is not None}
+        """Return the newest report received from each peer, by super_rank; note their ages."""
+        told = averaging.engine.told()
+        told.pop(averaging.world.super_rank, None)
+        self._ages = {i: age_s for i, (_, _, age_s) in told.items()}
+        heard = {i: decode(text) for i, (_, text, _) in told.items()}
+        return {i: report for i, report in heard.items() if report is not None}
 
     def _write(
         self, world: World, known: dict[int, Report], counters: Any, last: bool, speaks: bool
@@ -344,7 +354,7 @@ class Watcher:
         for i in range(len(self._states), size):
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
             self._states.append(PeerState.ALIVE)
-        self._sampler = Sampler(size)
+        self._sampler.grow(size)
 
     def _note_states(self, world: World, now_s: float) -> None:
         """Record and show which super learners became suspect, answered again, left, failed or joined."""
@@ -389,9 +399,15 @@ class Watcher:
             self._note("left", own, f"super learner {own} ({self._membership.names[own]}): left")
 
     def _speaks(self, world: World, now_s: float) -> bool:
-        """Whether this is the first living leader, which warns; leaders suspect for _SILENT_S are skipped."""
+        """Whether this is the first living leader, which warns.
+
+        Leaders are skipped that have been suspect for _SILENT_S, or whose reports are missing.
+        """
+        late_s = late_after_s(self._every_s, world.super_size)
         return not world.collectives.joining and all(
-            state in _GONE or now_s - self._suspect.get(i, now_s) > _SILENT_S
+            state in _GONE
+            or now_s - self._suspect.get(i, now_s) > _SILENT_S
+            or self._ages.get(i, 0.0) > late_s
             for i, state in enumerate(world.membership.states[: world.super_rank])
         )
 
@@ -433,7 +449,7 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
         logged = _logged()
         step = logged.get("step", 0.0)
         counted = int(step) if math.isfinite(step) else 0
-        return Sample(time.monotonic(), counted, parts, scalars=logged)
+        return Sample(time.monotonic(), counted, parts, waits=True, scalars=logged)
     sums = averaging.record.counters.sums
     rounds = averaging.plan.in_step
     return Sample(
@@ -446,8 +462,16 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
         nonfinite_steps=averaging.nonfinite_steps,
         share=share_of(averaging),
         bits=bits_of(averaging),
+        steps=sum(one.step for one in live()),
+        waits=usage.is_waiting() or any(map(_rests, live())),
         scalars=_logged(),
     )
+
+
+def _rests(averaging: Averaging) -> bool:
+    """Whether a trainer makes no step because it waits for other learners, or has asked for a pause."""
+    is_away = averaging.super_learner.mates.is_away  # in join(), while local peers make steps
+    return bool(averaging.pauses or averaging.holds_mean or averaging.waits_for_peers or is_away)
 
 
 def _tables(counters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hvd_adpsgd.watching.health import hung_after_s, median_speed, slow
 from hvd_adpsgd.watching.reports import Report, main_scalar
 from hvd_adpsgd.watching.svg import can_draw
 
@@ -16,9 +17,11 @@ __all__ = ["Alert", "Alerts"]
 
 APART_S = 60.0  # alert if a super learner has had no exchange for this time
 SILENT_S = 60.0  # alert if a super learner has not answered for this time
-SLOW = 0.5  # alert if a super learner's speed is below this share of the median speed
 OPERATIONS = 0.5  # alert above this share of time in operations over all learners
 LASTING_S = 30.0  # how long a super learner must be slow, or in such operations, before the alert
+HUNG_LASTING_S = (
+    10.0  # how long it must be hung: not for the moment in which a stopped one continues
+)
 RISE, FLAT = (
     3.0,
     0.02,
@@ -33,7 +36,7 @@ class Alert:
     """One problem of a run.
 
     Attributes:
-        kind: silent, apart, slow, operations, left_out or drifting.
+        kind: silent, hung, apart, slow, operations, left_out or drifting.
         about: super_rank of the super learner that has the problem; None: all.
         text: what is wrong, where, the value against its bound, the cure.
     """
@@ -76,6 +79,7 @@ class Alerts:
         living = {i: report for i, report in reports.items() if i in alive}
         found = [
             *self._silent(now_s, suspect),
+            *self._hung(now_s, living),
             *self._apart(living),
             *self._slow(now_s, living),
             *self._operations(now_s, living),
@@ -110,6 +114,21 @@ class Alerts:
             if now_s - since >= SILENT_S
         ]
 
+    def _hung(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
+        bounds = hung_after_s(living)
+        return [
+            Alert(
+                "hung",
+                i,
+                f"{self._who(i)} has made no step for {living[i].idle_s:.0f} s (bound: {bounds[i]:.0f} s), "
+                "although its process answers, and waits in no global collective and no pause of averaging: "
+                "one of its learners hangs, or evaluates outside `with hvd.averaged(...)`. The others train "
+                "on without it. Look at its data loading, file system and GPUs: `py-spy dump --pid PID` "
+                "prints the line where a learner is.",
+            )
+            for i in self._lasting("hung", now_s, bounds, HUNG_LASTING_S)
+        ]
+
     def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
         """Find super learners that train without an exchange for 60 s and twice the usual number of steps."""
         if len(living) < 2:
@@ -126,25 +145,24 @@ class Alerts:
         ]
 
     def _slow(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
-        speeds = {i: r.steps_per_s for i, r in living.items() if math.isfinite(r.steps_per_s)}
-        median = statistics.median(speeds.values()) if len(speeds) > 1 else 0.0
-        slow = {i for i, speed in speeds.items() if 0 < speed < SLOW * median}
         return [
             Alert(
                 "slow",
                 i,
-                f"{self._who(i)} makes {speeds[i]:.3g} steps/s, less than half of the median "
-                f"({median:.3g}), for {now_s - since:.0f} s. The others do not wait for it. Look at that "
-                "host: other jobs, its clock speed, its data loading.",
+                f"{self._who(i)} makes {living[i].steps_per_s:.3g} steps/s, less than half of the median "
+                f"({median_speed(living):.3g}), for {now_s - since:.0f} s. The others do not wait for it. "
+                "Look at that host: other jobs, its clock speed, its data loading.",
             )
-            for i, since in self._lasting("slow", now_s, slow).items()
+            for i, since in self._lasting("slow", now_s, slow(living)).items()
         ]
 
-    def _lasting(self, kind: str, now_s: float, whom: Collection[int]) -> dict[int, float]:
-        """Return when a problem of `whom` began, by super_rank, if it has lasted for LASTING_S seconds."""
+    def _lasting(
+        self, kind: str, now_s: float, whom: Collection[int], seconds: float = LASTING_S
+    ) -> dict[int, float]:
+        """Return when a problem of `whom` began, by super_rank, if it has lasted for so many seconds."""
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
-        return {i: begun for i, begun in since.items() if now_s - begun >= LASTING_S}
+        return {i: begun for i, begun in since.items() if now_s - begun >= seconds}
 
     def _operations(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
         busy = {i for i, r in living.items() if r.global_operations > OPERATIONS}

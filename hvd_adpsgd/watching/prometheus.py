@@ -17,7 +17,7 @@ from hvd_adpsgd.watching.table import rows
 
 __all__ = ["exposition"]
 
-_STATES = ("ok", "SLOW", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
+_STATES = ("ok", "SLOW", "HUNG", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
 
 
 class _Number(NamedTuple):
@@ -40,6 +40,7 @@ _NUMBERS = (
     _Number("sent_per_s", "sent_bytes_per_second", "Bytes sent per second, over 10 s"),
     _Number("apart_s", "since_exchange_seconds", "Time since the last exchange"),
     _Number("apart_steps", "since_exchange_steps", "Steps since the last exchange"),
+    _Number("idle_s", "since_step_seconds", "Time since the last step, collective or pause"),
     _Number("left_out", "left_out_chunks", "Chunks that the last 8 exchanges could not average"),
     _Number("nonfinite_steps", "nonfinite_steps", "Steps with NaN or infinity", counts=True),
 )

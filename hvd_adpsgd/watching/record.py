@@ -190,9 +190,11 @@ def _line(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON; numbers that are not finite become None."""
+    """Convert a value for JSON; NaN becomes None, and an infinity the text "Infinity" or "-Infinity"."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isinf(value):
+            return "Infinity" if value > 0 else "-Infinity"
+        return None if math.isnan(value) else value
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

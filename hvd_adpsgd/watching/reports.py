@@ -27,8 +27,8 @@ __all__ = [
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
 REPORT_NBYTES = 200  # most bytes of an encoded report
 NAME_NBYTES = 32  # most bytes of a scalar's name in an encoded report; longer names are truncated
-_FORM = 3  # first byte of an encoded report; `decode` returns None for other values
-_NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBIIfB")
+_FORM = 4  # first byte of an encoded report; `decode` returns None for other values
+_NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBIIfBff")
 _SCALAR = struct.Struct("<f")
 _LARGEST = 2**32 - 1
 _LARGEST_COUNT = 2**63 - 1
@@ -56,6 +56,9 @@ class Report:
         nonfinite_steps: number of steps after which the model was not finite.
         share: share of the model that the next exchanges move; NaN if unknown.
         bits: their bits per element between hosts: 4, 8 or 16; 0: as many as the model has.
+        idle_s: seconds since the trainer made a step, waited for other super learners, or was in a pause
+            that it has asked for (averaging_paused, averaged).
+        longest_idle_s: the longest such time between two steps, in the last hour.
         scalars: the numbers that the script logs (hvd.log), by name.
     """
 
@@ -80,6 +83,8 @@ class Report:
     nonfinite_steps: int = 0
     share: float = math.nan
     bits: int = 0
+    idle_s: float = 0.0
+    longest_idle_s: float = 0.0
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,6 +168,8 @@ def encode(report: Report) -> bytes:
         min(report.nonfinite_steps, _LARGEST),
         _float32(report.share),
         min(report.bits, 255),
+        _float32(report.idle_s),
+        _float32(report.longest_idle_s),
     )
     for name, value in report.scalars.items():
         short = name.encode("utf-8", "replace")[:NAME_NBYTES]

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.watching.health import MOVING_S, START_S
 from hvd_adpsgd.watching.reports import PARTS, Report
 
 __all__ = ["WINDOW_S", "Sample", "Sampler"]
 
 WINDOW_S = 10.0
+_REMEMBERED_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Sample:
         parts_s: seconds so far by part of the step, and in operations over all learners.
         engine: the engine's counters (loop.Loop.counters); None without an engine.
         due_steps, left_out, nonfinite_steps, share, bits, scalars: see Report.
+        steps: number of steps of all optimizers together.
+        waits: whether the trainer waits for other super learners, is in a pause that it has asked for, or has
+            no optimizer whose steps are counted.
     """
 
     monotonic_s: float
@@ -39,6 +44,8 @@ class Sample:
     nonfinite_steps: int = 0
     share: float = math.nan
     bits: int = 0
+    steps: int = 0
+    waits: bool = False
     scalars: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -55,10 +62,16 @@ class Sampler:
         self._distance = math.nan
         # number of exchanges, and the time and the step at which that number was first seen
         self._exchanged: tuple[int, float, int] | None = None
+        self._idle = _Idle()
+
+    def grow(self, super_size: int) -> None:
+        """Set the number of super learners, of which some have joined."""
+        self._n = super_size
 
     def report(self, sample: Sample, time_s: float) -> Report:
         """Return the report for a sample of the counters; `time_s` is the unix time of the sample."""
-        samples = self._samples
+        samples, idle = self._samples, self._idle
+        idle.take(sample)
         if samples and _is_anew(samples[-1], sample):
             samples.clear()
             self._exchanged = None
@@ -80,6 +93,8 @@ class Sampler:
             nonfinite_steps=sample.nonfinite_steps,
             share=sample.share,
             bits=sample.bits,
+            idle_s=sample.monotonic_s - idle.since_s,
+            longest_idle_s=idle.longest_s(),
             scalars=dict(sample.scalars),
             **shares,
             **self._of_engine(first, sample, seconds),
@@ -115,6 +130,40 @@ class Sampler:
         elif new["compared"] == 0 and new["means"]:
             self._distance = math.sqrt(new["mean_square"])
         return self._distance
+
+
+class _Idle:
+    """The time that a trainer spends without a step, from its samples.
+
+    Attributes:
+        since_s: when the trainer last made a step, or waited, as far as its samples tell.
+    """
+
+    def __init__(self) -> None:
+        self.since_s = 0.0
+        self._last: tuple[int, float] | None = None  # steps, seconds in global collectives
+        self._has_stepped = False
+        # pauses that ended with a step, in the last hour: (when, seconds)
+        self._pauses: deque[tuple[float, float]] = deque()
+
+    def take(self, sample: Sample) -> None:
+        now_s = sample.monotonic_s
+        made = sample.steps, sample.parts_s.get("global_operations", 0.0)
+        if self._last is None or sample.waits or made != self._last:
+            has_stepped = self._last is not None and made[0] != self._last[0]
+            if has_stepped and self._has_stepped and now_s - self.since_s > MOVING_S:
+                self._pauses.append((now_s, now_s - self.since_s))
+            self._has_stepped = self._has_stepped or has_stepped
+            self.since_s = now_s
+        self._last = made
+        while self._pauses and self._pauses[0][0] < now_s - _REMEMBERED_S:
+            self._pauses.popleft()
+
+    def longest_s(self) -> float:
+        """Return the longest pause in the last hour; before the first step START_S."""
+        if not self._has_stepped:
+            return START_S
+        return max((seconds for _, seconds in self._pauses), default=0.0)
 
 
 def _is_anew(before: Sample, now: Sample) -> bool:

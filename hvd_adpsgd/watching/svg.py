@@ -64,7 +64,7 @@ def can_draw(value: float) -> bool:
 
 def number(value: float) -> str:
     """Format a number in few characters."""
-    if not math.isfinite(value):
+    if math.isnan(value):
         return "–"
     if value and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")

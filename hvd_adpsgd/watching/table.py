@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hvd_adpsgd.watching.health import hung_after_s, slow
 from hvd_adpsgd.watching.record import Run, Track, plain
-from hvd_adpsgd.watching.reports import Report, main_scalar
+from hvd_adpsgd.watching.reports import main_scalar
 from hvd_adpsgd.watching.svg import can_draw
 
 __all__ = ["Row", "rows", "sparkline"]
@@ -29,7 +30,7 @@ class Row:
     Attributes:
         super_learner: its super_rank.
         host: names of its host and its leader.
-        state: ok, SLOW, SUSPECT, SILENT, JOINING, FAILED, left.
+        state: ok, SLOW, HUNG, SUSPECT, SILENT, JOINING, FAILED, left.
         since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
         step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, share, bits,
             sent_per_s: see Report.
@@ -61,7 +62,7 @@ class Row:
         return form(self.share) + (f"/{self.bits}b" if self.bits else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as a dict for JSON, without `losses`; numbers that are not finite become None."""
+        """Return the row as a dict for JSON, without `losses`; numbers that are not finite as by `plain`."""
         found = asdict(self)
         del found["losses"]
         row: dict[str, Any] = plain(found)
@@ -76,21 +77,21 @@ def rows(run: Run, now_s: float) -> list[Row]:
         now_s: the current time (time.time).
     """
     fresh = {
-        i: track.reports[-1].steps_per_s
+        i: track.reports[-1]
         for i, track in run.tracks.items()
         if track.reports and now_s - track.reports[-1].time_s < _silent_s(track)
     }
-    speeds = [speed for speed in fresh.values() if math.isfinite(speed)]
-    median = statistics.median(speeds) if len(speeds) > 1 else 0.0
+    ill = {**dict.fromkeys(slow(fresh), "SLOW"), **dict.fromkeys(hung_after_s(fresh), "HUNG")}
     return [
-        _row(run, i, track, track.reports[-1], median, now_s)
+        _row(run, i, track, ill.get(i, "ok"), now_s)
         for i, track in sorted(run.tracks.items())
         if track.reports
     ]
 
 
-def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: float) -> Row:
-    state, since_s = _state(run, i, track, median, now_s)
+def _row(run: Run, i: int, track: Track, health: str, now_s: float) -> Row:
+    last = track.reports[-1]
+    state, since_s = _state(run, i, track, health, now_s)
     found = main_scalar(last)
     name = found[0] if found else ""
     losses = tuple(r.scalars[name] for r in track.reports[-200:] if name in r.scalars)
@@ -115,7 +116,7 @@ def _row(run: Run, i: int, track: Track, last: Report, median: float, now_s: flo
     )
 
 
-def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple[str, float]:
+def _state(run: Run, i: int, track: Track, health: str, now_s: float) -> tuple[str, float]:
     """Return state and since_s of super learner i, by the last event about it, else by its reports."""
     last = track.reports[-1]
     told = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
@@ -125,9 +126,7 @@ def _state(run: Run, i: int, track: Track, median: float, now_s: float) -> tuple
         return "SILENT", now_s - last.time_s
     if told and told[-1].what == "joining":
         return "JOINING", 0.0
-    if last.steps_per_s < 0.5 * median:
-        return "SLOW", 0.0
-    return "ok", 0.0
+    return health, last.idle_s + now_s - last.time_s if health == "HUNG" else 0.0
 
 
 def _silent_s(track: Track) -> float:

@@ -38,6 +38,7 @@ def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
         for rank, (step, learner, exchanges) in facts["known"].items():
             assert learner == int(rank) and step > 0 and exchanges > 0, facts
         assert facts["watchers"] == [1, 0], "a thread that ends in shutdown"
+        assert facts["waits"] == [False, True, True], "it steps; is paused; evaluates the mean"
         assert [each["error"] for each in facts["refused"]] == ["ConfigError"] * 5, facts
     first, *others = result.by_rank()
     assert [facts["sent"] for facts in others] == [0, 0], "the first leader sends for all"

@@ -29,6 +29,19 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
+def test_the_script_is_in_an_operation_while_that_runs_or_it_waits_for_it() -> None:
+    with counted("allreduce") as caller:
+        with counted("barrier"):
+            assert usage.is_waiting()
+        assert usage.is_waiting()
+    assert not usage.is_waiting()
+    with usage.on_behalf(caller):
+        assert not usage.is_waiting(), "another thread runs it, the script goes on"
+    with usage.waiting(caller):
+        assert usage.is_waiting()
+    assert not usage.is_waiting()
+
+
 def test_one_warning_names_the_line_that_calls_most(caplog: pytest.LogCaptureFixture) -> None:
     with counted("broadcast_parameters"):
         pass

@@ -24,6 +24,7 @@ def world(own: int, *states: PeerState, joining: bool = False) -> Any:
     names = [f"host{i}" for i in range(len(states))]
     return SimpleNamespace(
         super_rank=own,
+        super_size=len(states),
         membership=SimpleNamespace(states=list(states), names=names, own=own, own_failed=False),
         collectives=SimpleNamespace(joining=joining),
     )
@@ -35,7 +36,7 @@ def watcher(of: Any) -> Any:
     made._membership, made._joining = of.membership, of.collectives.joining
     made._board, made._record = Board(of.membership.names, {}), None
     made._states, made._suspect = [ALIVE] * len(of.membership.states), {}
-    made._ill, made._recorded = {}, {}
+    made._ill, made._recorded, made._ages, made._every_s = {}, {}, {}, 1.0
     return made
 
 
@@ -59,6 +60,16 @@ def test_leaders_that_do_not_answer_are_passed_over_after_10_s() -> None:
     assert speaks_at(2, SUSPECT, ALIVE, ALIVE) == [], "the second one speaks"
     assert speaks_at(2, LEFT, FAILED, ALIVE) == list(range(10, 30)), "at once"
     assert speaks_at(0, ALIVE, SUSPECT) == list(range(30))
+
+
+def test_a_leader_whose_reports_are_missing_is_passed_over() -> None:
+    """Its engine answers, but the thread that reports does not run."""
+    now = world(1, ALIVE, ALIVE)
+    made = watcher(now)
+    spoken = []
+    for made._ages in ({}, {0: 20.0}, {0: 21.0}):
+        spoken.append(made._speaks(now, 0.0))
+    assert spoken == [False, False, True]
 
 
 def test_a_leader_that_answers_again_speaks_again() -> None:

@@ -24,8 +24,9 @@ from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 from hvd_adpsgd.tools import report as report_command
 from hvd_adpsgd.tools import top
 from hvd_adpsgd.watching.alerts import Alerts
+from hvd_adpsgd.watching.health import aged, late_after_s
 from hvd_adpsgd.watching.page import page
-from hvd_adpsgd.watching.record import Record, read
+from hvd_adpsgd.watching.record import Record, Run, Track, lines, of_lines, read
 from hvd_adpsgd.watching.reports import REPORT_NBYTES, Report, decode, encode, main_scalar
 from hvd_adpsgd.watching.sampler import Sample, Sampler
 from hvd_adpsgd.watching.svg import ticks
@@ -48,6 +49,8 @@ REPORTS = st.builds(
     offer=st.floats(0, 1),
     left_out=st.integers(0, 2**40),
     share=NUMBERS,
+    idle_s=NUMBERS,
+    longest_idle_s=NUMBERS,
     bits=st.sampled_from((0, 4, 8, 16)),
     scalars=st.dictionaries(st.text(max_size=40), NUMBERS, max_size=20),
 )
@@ -182,6 +185,114 @@ def test_a_slow_one_is_told_once_after_a_while() -> None:
     assert told(200, lambda s: {0: FINE, 1: FINE, 2: slow}) == [(30, "slow", 2)]
     assert told(200, lambda s: {0: FINE, 1: FINE, 2: slow if s % 20 else FINE}) == []
     assert told(200, lambda s: {0: FINE, 1: FINE, 2: slow}, alive=(0, 1)) == [], "it is suspect"
+
+
+class Watched:
+    """Three super learners whose trainers make steps of a second, in reports as their leaders send them.
+
+    Args:
+        begins: by super_rank, the second of the first step of a trainer; else 1.
+        still: (super_rank, first second, end) of times in which a trainer makes no step.
+        waits: those in which it also says that it waits, or has asked for a pause.
+        mute: those in which no report arrives.
+    """
+
+    def __init__(self, *still: Any, waits: Any = (), mute: Any = (), begins: Any = None):
+        self._still, self._waits, self._mute = (*still, *waits), waits, mute
+        self._begins = begins or {}
+        self._samplers = [Sampler(3) for _ in range(3)]
+        self._steps, self._heard = [0, 0, 0], [0, 0, 0]
+        self.reports: dict[int, Report] = {}
+
+    def at(self, s: int) -> dict[int, Report]:
+        """The reports of all, as another leader knows them at second s; call it for each second."""
+        for i in range(3):
+            self._steps[i] += s >= self._begins.get(i, 1) and not within(self._still, i, s)
+            if within(self._mute, i, s):
+                continue
+            self._heard[i] = s
+            sample = Sample(
+                float(s), self._steps[i], {}, steps=self._steps[i], waits=within(self._waits, i, s)
+            )
+            sent = decode(encode(self._samplers[i].report(sample, time_s=float(s))))
+            assert sent is not None
+            self.reports[i] = sent
+        late_s = late_after_s(1.0, 3)
+        return {i: aged(r, s - self._heard[i], late_s) for i, r in self.reports.items()}
+
+
+def within(times: Any, i: int, s: int) -> bool:
+    return any(i == who and begin <= s < end for who, begin, end in times)
+
+
+def alerted(seconds: int, run: Watched) -> list[tuple[str, int | None, int]]:
+    """(kind, about, second) of the alerts of a run."""
+    return [(kind, about, second) for second, kind, about in told(seconds, run.at)]
+
+
+def test_a_hung_trainer_is_told_within_a_minute_and_is_not_slow() -> None:
+    ((kind, about, second),) = alerted(1000, Watched((1, 100, 5000)))
+    assert (kind, about) == ("hung", 1)
+    assert 140 <= second <= 160, "all is told once"
+
+
+def test_a_hung_process_that_sends_no_reports_is_told() -> None:
+    """As with the GIL held, or a GPU that never answers the thread that reports."""
+    ((kind, about, second),) = alerted(1000, Watched(mute=[(1, 100, 5000)]))
+    assert (kind, about) == ("hung", 1)
+    assert 140 <= second <= 160
+
+
+def test_two_hung_ones_of_three_are_told_by_the_steps_of_the_third() -> None:
+    found = alerted(1000, Watched((1, 100, 5000), (2, 300, 5000)))
+    assert [(kind, about) for kind, about, _ in found] == [("hung", 1), ("hung", 2)]
+
+
+def test_one_that_hangs_while_the_others_wait_for_it_in_a_collective_is_told() -> None:
+    run = Watched((1, 100, 5000), waits=[(0, 110, 5000), (2, 110, 5000)])
+    assert [(kind, about) for kind, about, _ in alerted(1000, run)] == [("hung", 1)]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Watched(waits=[(1, 100, 900)]),
+        Watched((0, 100, 250), (1, 100, 255), (2, 100, 252)),
+        Watched((0, 100, 160), (1, 100, 210), (2, 100, 165)),
+        Watched((0, 100, 130), (1, 140, 170), (1, 300, 355)),
+        Watched(*[(1, s, s + 8) for s in range(20, 900, 9)]),
+        Watched(begins={0: 200, 1: 500}),
+    ],
+    ids=[
+        "a pause of its own",
+        "all evaluate",
+        "one evaluates for longer",
+        "it took as long before",
+        "long steps",
+        "compiles",
+    ],
+)
+def test_trainers_that_do_not_hang_are_not_told(run: Watched) -> None:
+    assert [kind for kind, *_ in alerted(1000, run) if kind == "hung"] == []
+
+
+def test_what_takes_long_is_told_once() -> None:
+    """An evaluation on one super learner, outside of hvd.averaged, in every tenth of an hour."""
+    run = Watched(*[(1, s, s + 120) for s in range(300, 3600, 360)])
+    assert [kind for kind, *_ in alerted(3600, run)] == ["hung"]
+
+
+def test_the_table_and_prometheus_show_a_hung_trainer() -> None:
+    prometheus = pytest.importorskip("hvd_adpsgd.watching.prometheus")
+    run = Watched((1, 100, 5000))
+    for second in range(150):
+        run.at(second)
+    shown = Run({i: Track(f"h{i}", [r]) for i, r in run.reports.items()})
+    assert [(row.state, row.since_s) for row in rows(shown, 150.0)][1] == ("HUNG", 51)
+    assert {row.state for row in rows(shown, 150.0)} == {"ok", "HUNG"}
+    text = prometheus.exposition(shown, 150.0)[0].decode()
+    assert 'hvd_adpsgd_state{host="h1",state="HUNG",super_learner="1"} 1.0' in text
+    assert 'hvd_adpsgd_since_step_seconds{host="h1",super_learner="1"} 50.0' in text
 
 
 def test_one_without_an_exchange_for_a_minute() -> None:
@@ -322,10 +433,14 @@ def test_a_record_is_bounded_and_keeps_the_whole_run(tmp_path: Path) -> None:
 
 def test_not_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
     record = Record(tmp_path, 0)
-    record.report(0, Report(time_s=1.0, scalars={"loss": math.nan, "lr": math.inf}))
+    record.report(0, Report(time_s=1.0, scalars={"loss": math.nan, "lr": math.inf, "x": -math.inf}))
     record.close()
     json.loads((tmp_path / "0.jsonl").read_text(), parse_constant=lambda text: pytest.fail(text))
-    assert math.isnan(read(tmp_path).tracks[0].reports[0].scalars["loss"])
+    run = read(tmp_path)
+    for again in (run, of_lines(lines(run, 10))):
+        scalars = again.tracks[0].reports[0].scalars
+        assert math.isnan(scalars["loss"])
+        assert (scalars["lr"], scalars["x"]) == (math.inf, -math.inf)
 
 
 def test_a_line_that_is_cut_off_or_strange_is_passed_over(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ _EVERY_S = (0.1, 86400.0)  # bounds of --every
 _STYLES = {
     "ok": "green",
     "SLOW": "yellow",
+    "HUNG": "bold red",
     "SUSPECT": "yellow",
     "SILENT": "red",
     "JOINING": "cyan",
@@ -283,4 +284,4 @@ def _duration(seconds: float) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "–"
+    return "–" if math.isnan(value) else f"{value:.3g}"

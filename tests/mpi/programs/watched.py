@@ -16,6 +16,7 @@ import torch
 from learner import generator, outcome, say, until_all
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.training import watching
 from hvd_adpsgd.watching.reports import decode
 
 FAILS, WATCHES = os.environ.get("FAILS"), os.environ["HVD_ADPSGD_REPORT_S"] != "0"
@@ -116,6 +117,13 @@ step = optimizer._averaging.step
 reports = known(optimizer)
 rank, before = hvd.rank(), watchers()
 sent = len(recorder.points)
+waits = []
+if not FAILS:
+    waits.append(watching._sample(optimizer._averaging, None).waits)
+    with hvd.averaging_paused():
+        waits.append(watching._sample(optimizer._averaging, None).waits)
+    with hvd.averaged(model):
+        waits.append(watching._sample(optimizer._averaging, None).waits)
 hvd.barrier()  # else a leader that ends early is followed by the next one before that has counted
 if not os.environ.get("FAILS"):
     hvd.shutdown()
@@ -123,6 +131,7 @@ say(
     rank=rank,
     watchers=[before, watchers()],
     step=step,
+    waits=waits,
     sent=sent,
     points=recorder.points[-2000:],
     threads=sorted(recorder.threads),
