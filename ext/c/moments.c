@@ -1,27 +1,32 @@
 #include "moments.h"
 
+#include <float.h>
 #include <math.h>
 
 #include "kernels.h"
 #include "narrow.h"
 
-#define PASSES(T)                                                                                        \
+#define PASSES(T, MAX)                                                                                   \
   ADPSGD_VECTOR static void correct_##T(T *restrict second, T *restrict own, const T *restrict gradient, \
                                         const T *restrict parameter, const T *restrict moment,           \
                                         T *restrict cross, const adpsgd_second *law, int64_t n) {        \
     const T decay = (T)law->decay, rest = 1 - decay, known = (T)law->known, share = (T)law->share;       \
-    const T lacking = (T)law->lacking, l2 = (T)law->l2, a = (T)law->first, bound = (T)law->bound;        \
-    const T least = (T)(1 / (law->bound * law->known));                                                  \
+    const T lacking = (T)law->lacking, l2 = (T)law->l2, a = (T)law->first, fewest = (T)(1 / law->bound); \
+    const T whole = (T)(1 / law->known), most = (T)(ADPSGD_MOST / law->known);                           \
     for (int64_t i = 0; i < n; i++) {                                                                    \
       T g = gradient[i] + l2 * parameter[i];                                                             \
-      T fresh = rest * (g * g);                                                                          \
+      T fresh = (rest * g) * g; /* as torch: g * g overflows earlier */                                  \
       T mine = decay * second[i] + fresh;                                                                \
       T next = a * moment[i] + (1 - a) * g;                                                              \
-      T x = cross[i], received = next * next * least;                                                    \
-      x = next * next > bound * mine && received > x ? received : x;                                     \
+      T square = next * next, least = next * (next * fewest);                                            \
+      T limit = most * (square > mine ? square : mine);                                                  \
+      T x = cross[i];                                                                                    \
+      x = x > limit ? limit : x;                                                                         \
+      x = x < -limit ? -limit : x;                                                                       \
+      x = least > mine && least * whole > x ? least * whole : x;                                         \
       T mean = known * x + lacking * mine;                                                               \
       mean = mean < 0 ? 0 : mean; /* what is not a number stays so */                                    \
-      cross[i] = x;                                                                                      \
+      cross[i] = x < MAX ? x : MAX;                                                                      \
       own[i] = mine;                                                                                     \
       T given = (mean + share * (mine - mean) - fresh) / decay;                                          \
       given = given - given == 0 ? given : (T)INFINITY; /* moments of peers are too large: no step */    \
@@ -35,6 +40,8 @@
     for (int64_t i = 0; i < n; i++) {                                                                    \
       T added = moment[i] - before[i];                                                                   \
       T product = offered[i] * (offered[i] + scale * added) / known;                                     \
+      product = product < MAX ? product : MAX; /* else an infinite one stays in cross for good */        \
+      product = product > -MAX ? product : -MAX;                                                         \
       int has = added != 0;                                                                              \
       cross[i] += has ? rate * (product - cross[i]) : 0;                                                 \
       with += has;                                                                                       \
@@ -44,8 +51,8 @@
     *live = nonzero;                                                                                     \
   }
 
-PASSES(float)
-PASSES(double)
+PASSES(float, FLT_MAX / 4)
+PASSES(double, DBL_MAX / 4)
 
 void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
                     const void *moment, void *cross, const adpsgd_second *law, int64_t n) {

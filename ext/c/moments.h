@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#define ADPSGD_MOST 1e4
+
 typedef struct {
   double lacking; /* q, the weight of v_i in x */
   double decay;   /* b, of the second moment, per step */
@@ -17,8 +19,8 @@ typedef struct {
 /* With g = gradient + l2 parameter, own = b second + (1 - b) g^2, mean = max(0, known cross + q own) and
  * v = mean + (own - mean) / n: second = (v - (1 - b) g^2) / b, of which an optimizer's update makes v;
  * unchanged where own is not finite.
- * Where m^2 > bound own, with m = a moment + (1 - a) g the new first moment, cross is first made at least
- * m^2 / (bound known).
+ * With m = a moment + (1 - a) g the new first moment, known cross is first limited to ADPSGD_MOST times the
+ * larger of own and m^2. Where m^2 > bound own, it is then made at least m^2 / bound.
  * `dtype` is that of kernels.h: float32 or float64. own may not overlap the others. */
 void adpsgd_correct(int dtype, void *second, void *own, const void *gradient, const void *parameter,
                     const void *moment, void *cross, const adpsgd_second *law, int64_t n);

@@ -170,7 +170,7 @@ def _synchronize_for_step(self: Any) -> None:
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                 "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code. "
-                "step() averages the gradients again here.",
+                "Put step() in `with optimizer.skip_synchronize():`, or it averages the gradients again.",
                 stacklevel=3,  # the line that calls step()
             )
         self.synchronize()

@@ -19,6 +19,7 @@ __all__ = ["NEEDED", "Product", "Second", "copy_all", "correct", "multiply"]
 Tensors = list[torch.Tensor]
 NEEDED = ("_foreach_sign", "_foreach_lerp", "_foreach_norm", "_foreach_clamp_min")  # of torch
 _COMPILED = (torch.float32, torch.float64)
+_MOST = 1e4  # ADPSGD_MOST of moments.h
 
 
 class Second(NamedTuple):
@@ -86,7 +87,7 @@ def correct(
         gradients: without l2.
         parameters: their parameters.
         moment: first moments, without this step's gradients.
-        cross: x, raised where the moment cannot be of own gradients.
+        cross: x; limited, and raised where the moment cannot be of own gradients.
         lacking: q, a tensor of one number for each parameter.
     """
     second, own, gradients, parameters = map(_parts, (second, own, gradients, parameters))
@@ -114,24 +115,26 @@ def _correct_by_torch(
     cross: Tensors,
     lacking: Tensors,
 ) -> None:
-    square = torch._foreach_add(gradients, parameters, alpha=law.l2)
-    received = torch._foreach_lerp(square, moment, law.first)
-    torch._foreach_mul_(received, received)
-    torch._foreach_mul_(square, square)
-    torch._foreach_mul_(square, 1 - law.decay)
+    seen = torch._foreach_add(gradients, parameters, alpha=law.l2)
+    following = torch._foreach_lerp(seen, moment, law.first)
+    fresh = torch._foreach_mul(seen, 1 - law.decay)
+    torch._foreach_mul_(fresh, seen)
     copy_all(own, second)
     torch._foreach_mul_(own, law.decay)
-    torch._foreach_add_(own, square)
+    torch._foreach_add_(own, fresh)
     mean = []
-    for x, square_m, v, q in zip(cross, received, own, lacking, strict=True):
+    for x, m, v, q in zip(cross, following, own, lacking, strict=True):
         w = q**law.haste
         k = law.known * (1 - w) / (1 - q).clamp(min=1e-30)
-        least = torch.maximum(x, square_m / (law.bound * k))
-        x.copy_(torch.where((square_m > law.bound * v) & (k > 0), least, x))
-        mean.append(torch.addcmul(k * x, w, v))
+        limit = torch.where(k > 0, _MOST * torch.maximum(m * m, v) / k, math.inf)
+        limited = torch.where(x > limit, limit, torch.where(x < -limit, -limit, x))
+        least = m * (m / law.bound)
+        raised = torch.where((least > v) & (k > 0), torch.maximum(limited, least / k), limited)
+        x.copy_(raised).clamp_(max=torch.finfo(x.dtype).max / 4)
+        mean.append(torch.addcmul(k * raised, w, v))
     torch._foreach_clamp_min_(mean, 0)
     torch._foreach_lerp_(mean, own, law.share)
-    torch._foreach_sub_(mean, square)
+    torch._foreach_sub_(mean, fresh)
     torch._foreach_div_(mean, law.decay)
     for v, given, mine in zip(second, mean, own, strict=True):
         given = torch.where(
@@ -185,6 +188,9 @@ def _multiply_by_torch(
     torch._foreach_add_(product, offered)
     torch._foreach_mul_(product, offered)
     torch._foreach_div_(product, law.known)
+    for each in product:  # else an infinite one stays in cross for good
+        largest = torch.finfo(each.dtype).max / 4
+        torch.nan_to_num_(each, nan=largest).clamp_(-largest, largest)
     torch._foreach_sub_(product, cross)
     torch._foreach_mul_(product, arrived)
     torch._foreach_add_(cross, product, alpha=law.rate)

@@ -14,6 +14,7 @@ parameters. What an exchange adds to m_i tells m_j.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.engine.arrivals import Arrivals
+from hvd_adpsgd.training.devices import Event, device_of
 from hvd_adpsgd.training.moment_passes import (
     NEEDED,
     Product,
@@ -30,9 +32,12 @@ from hvd_adpsgd.training.moment_passes import (
     correct,
     multiply,
 )
+from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
 __all__ = ["Adaptive", "SharedMoments", "adaptive"]
+
+log = logging.getLogger("hvd_adpsgd")
 
 Group = dict[str, Any]
 
@@ -66,6 +71,9 @@ _KINDS: dict[type[torch.optim.Optimizer], Adaptive] = {
 _WEIGHT = 0.95  # by which a step reduces the weight of v_i in x
 _LARGEST_RATE = 0.5  # of a product in x
 _LARGEST = 80.0  # logarithm of the largest bound, a float32
+_LARGEST_V = "max_exp_avg_sq"
+_LARGE = 1e20  # a second moment after a gradient of 1e11
+_LOOK_EVERY = 128  # updates: on a GPU the host waits for the look
 _16_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -113,6 +121,12 @@ class SharedMoments(UpdateRule):
     the decay of the first moment (Cauchy-Schwarz). Where it is larger, it is of peers: of a row of an
     embedding, for instance, that this super learner has not used. There x is made at least (m_i / R)^2, or
     steps would have no bound.
+
+    A single gradient of, say, 1e20 reaches all super learners with the first moments, and x would forget its
+    square as slowly as v_i does. So x is at most 1e4 times the larger of m_i^2 and v_i: when the moment has
+    decayed, steps are at most a hundred times too small, and this factor decays with x. The super learner with
+    that gradient has it in v_i, as with torch; every _LOOK_EVERY updates `after_update` looks for such a v_i,
+    and warns once. With amsgrad the largest v that the optimizer remembers is at most the largest v_i.
 
     The noise of averaged moments is not independent: each holds parts of the others. The mean of m_i m_j
     over all i and j is the square of the mean moment, G^2 + k s^2 / n, with k = (1 - a) / (1 + a). Squares,
@@ -162,7 +176,13 @@ class SharedMoments(UpdateRule):
         self._offered: Tensors = []
         self._other: Tensors = []
         self._corrected: list[int] = []  # parameters whose second moment is v
+        self._largest: list[tuple[int, torch.Tensor]] = []  # amsgrad's largest v before the update
+        self._updates, self._has_warned = 0, False
         self._follows = False  # whether a step, not a pause, precedes the corrections
+        self._stepped: list[
+            int
+        ] = []  # parameters that the last step has changed, if it was not skipped
+        self._skips: tuple[Event, torch.Tensor] | None = None  # whether it was, behind the event
         self.extend(model)
 
     def extend(self, named: Named) -> list[tuple[str, torch.Tensor]]:
@@ -195,10 +215,15 @@ class SharedMoments(UpdateRule):
         return list(self._moment)
 
     def reload(self) -> None:
-        self._adopt()
+        self._adopt(reads=True)
 
-    def _adopt(self) -> None:
-        """Where the optimizer has other moments than before, average these in place, and take its step."""
+    def _adopt(self, reads: bool = False) -> None:
+        """Where the optimizer has other moments than before, average these in place, and take its step.
+
+        Args:
+            reads: whether to read all steps, also those on a device, for which the host waits.
+        """
+        self._take_back()
         state, first = self._optimizer().state, self._kind.first
         for i, parameter in enumerate(self.model):
             its = state.get(parameter)
@@ -211,8 +236,33 @@ class SharedMoments(UpdateRule):
                 if not self.received:
                     self._moment[i].copy_(its[first])
                 its[first], is_new = self._moment[i], True
-            if is_new or not isinstance(step, torch.Tensor) or step.device.type == "cpu":
-                self._steps[i] = int(step)  # on a device it would wait for the device
+            if reads or is_new or not _is_on_device(step):
+                self._steps[i] = int(step)
+
+    def _take_back(self) -> None:
+        """Do not count the last step if a fused optimizer has skipped it, which its device has told.
+
+        The host waits for the update of that step only: the next forward and backward pass are queued behind.
+        """
+        if self._skips is None:
+            return
+        (event, flag), self._skips = self._skips, None
+        event.wait()
+        if flag:
+            for i in self._stepped:
+                self._steps[i] -= 1
+
+    def _await_skips(self) -> None:
+        """Let the device tell whether it skips this step; steps that the host can read need no telling."""
+        found = getattr(
+            self._optimizer(), "found_inf", None
+        )  # GradScaler's, where the optimizer unscales
+        if found is None:
+            return
+        device = device_of(found)
+        flag, current = device.flag(), device.current()
+        current.do(lambda: flag.copy_(found > 0, non_blocking=True))
+        self._skips = current.record(), flag
 
     def _forget(self, i: int) -> None:
         """Begin anew with a parameter."""
@@ -230,12 +280,15 @@ class SharedMoments(UpdateRule):
         copy_all(self._offered, self._moment)
         self._other = self._room(self._other)
         self._follows = True
+        self._stepped = []
         for group in self._optimizer().param_groups:
             stepped = [i for i in self._places(group) if self.model[i].grad is not None]
             for i in stepped:
                 self._steps[i] += 1
             for steps, places in _by(self._steps, stepped):
                 self._correct(group, steps, places)
+            self._stepped += stepped
+        self._await_skips()
 
     def _correct(self, group: Group, steps: int, places: list[int]) -> None:
         """Give parameters of a group a second moment of which the optimizer's update makes v."""
@@ -258,7 +311,10 @@ class SharedMoments(UpdateRule):
         haste = max(1.0, math.log(_WEIGHT) / math.log(decay))
         bound = _bound(first, decay, steps)
         law = Second(decay, known, 1 / self._training(), l2, first, bound, haste)
-        skips = getattr(optimizer, "found_inf", None)  # GradScaler's, where the optimizer unscales
+        if group.get("amsgrad"):
+            held = [(i, local(optimizer.state[self.model[i]][_LARGEST_V])) for i in places]
+            self._largest += [(i, largest.clone()) for i, largest in held]
+        skips = getattr(optimizer, "found_inf", None)
         before = None if skips is None else [v.clone() for v in second]
         correct(law, second, own, gradients, parameters, moment, cross, lacking)
         if skips is not None and before is not None:
@@ -270,7 +326,45 @@ class SharedMoments(UpdateRule):
         optimizer, its = self._optimizer(), self._corrected
         second = [optimizer.state[self.model[i]][self._kind.second] for i in its]
         copy_all(second, [self._other[i] for i in its])
-        self._corrected = []
+        for i, before in self._largest:
+            largest = local(optimizer.state[self.model[i]][_LARGEST_V])
+            torch.minimum(largest, local(self._other[i]), out=largest)
+            torch.maximum(largest, before, out=largest)
+        self._corrected, self._largest = [], []
+        if its:
+            self._updates += 1
+            if self._updates % _LOOK_EVERY == 0:
+                self._warn_of_large(its, second)
+
+    def _warn_of_large(self, places: list[int], second: Tensors) -> None:
+        """Warn, once, of a parameter that a second moment of this super learner stops for long."""
+        parts = [
+            (i, part) for i, v in zip(places, second, strict=True) if (part := local(v)).numel()
+        ]
+        if self._has_warned or not parts:
+            return
+        norms = torch._foreach_norm([part for _, part in parts], math.inf)
+        largest = torch.stack([norm.double().cpu() for norm in norms])
+        v, number = (each.item() for each in largest.max(dim=0))
+        if not v > _LARGE:
+            return
+        self._has_warned = True
+        place = parts[int(number)][0]
+        decay = self._kind.second_decay(self._group_of(self.model[place]))
+        log.warning(
+            "the second moment of %s is %.1g on this super learner, after a gradient of about %.1g: "
+            "%s hardly moves some of its elements for about %.0f steps. Resume from an earlier checkpoint; "
+            "use torch.nn.utils.clip_grad_norm_ before each step.",
+            self.names[place],
+            v,
+            math.sqrt(v / (1 - decay)),
+            type(self._optimizer()).__name__,
+            math.log(v) / -math.log(decay),
+        )
+
+    def _group_of(self, parameter: torch.Tensor) -> Group:
+        groups = self._optimizer().param_groups
+        return next(group for group in groups if any(p is parameter for p in group["params"]))
 
     def pass_time(self, step: int) -> None:
         if 1 in self._steps:  # the optimizer has made their state in this step
@@ -318,6 +412,11 @@ def _bound(first: float, second: float, steps: int) -> float:
         return math.inf
     terms = steps if ratio == 1 else (1 - ratio**steps) / (1 - ratio)
     return (1 - first) ** 2 / (1 - second) * terms
+
+
+def _is_on_device(step: Any) -> bool:
+    """Whether the host would wait for a device to read an optimizer's step."""
+    return isinstance(step, torch.Tensor) and step.device.type != "cpu"
 
 
 def _by(values: list[int], places: Iterable[int]) -> list[tuple[int, list[int]]]:

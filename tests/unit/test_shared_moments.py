@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hvd_adpsgd.engine.arrivals import NONE, Arrivals
-from hvd_adpsgd.training import moment_passes
+from hvd_adpsgd.training import moment_passes, shared_moments
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
+from tests.lagging import Lagging, Scheduler
 
 Made = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SIZE, WEIGHT = 7, 0.5
@@ -374,6 +375,115 @@ def test_a_moment_of_a_peer_whose_square_is_infinite(
         for p, old in zip(peer.parameters, before, strict=True):
             assert bool((p - old).abs().max() < 1) and bool((p - old)[1:].abs().min() > 0)
     assert all(bool(torch.isfinite(v).all()) for v in peer.state(peer.kind.second))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "Adam, amsgrad", "RMSprop"])
+def test_one_gradient_out_of_all_proportion(
+    name: str,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The second moments are torch's; the other super learner soon steps as before; one is named, once."""
+    if not compiled:
+        monkeypatch.setattr(moment_passes, "_COMPILED", ())
+    monkeypatch.setattr(shared_moments, "_LOOK_EVERY", 16)
+    random = torch.Generator().manual_seed(10)
+
+    def made(ps: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS[name](ps)
+        decay = {"alpha": 0.97} if "RMS" in name else {"betas": (0.9, 0.97)}
+        optimizer.param_groups[0].update(decay)
+        return optimizer
+
+    peers = [Peer(made, 2, torch.float32) for _ in range(2)]
+    plain = [torch.nn.Parameter(torch.ones(SIZE)) for _ in range(2)]
+    torchs = made(plain)
+    for step in range(800):
+        shown = [[m.clone() for m in peer.moments] for peer in peers]
+        for i, peer in enumerate(peers):
+            gradients = [g.float() for g in drawn(random)]
+            if i == 0 and step == 20:
+                gradients[1][2] = 1e20
+            if i == 0:
+                for p, g in zip(plain, gradients, strict=True):
+                    p.grad = g.clone()
+                torchs.step()
+            added = [WEIGHT * (b - a) for a, b in zip(shown[i], shown[1 - i], strict=True)]
+            before = [p.detach().clone() for p in peer.parameters]
+            peer.step(gradients, added)
+            moved = [p.detach() - old for p, old in zip(peer.parameters, before, strict=True)]
+            assert max(float(m.abs().max()) for m in moved) < 0.5
+        if name != "RMSprop" and step % 10 == 0:  # whose weight decay depends on the parameters
+            of_torch = [torchs.state[p]["exp_avg_sq"] for p in plain]
+            torch.testing.assert_close(peers[0].state("exp_avg_sq"), of_torch, rtol=1e-4, atol=1e-5)
+    assert all(
+        bool(torch.isfinite(t).all()) for peer in peers for t in peer.rule.tensors()["cross"]
+    )
+    cross, own = peers[1].rule.tensors()["cross"][1], peers[1].state(peers[1].kind.second)[1]
+    assert bool((cross.abs() < 5 * own).all()), (cross, own)
+    if "amsgrad" in name:
+        assert bool((peers[1].state("max_exp_avg_sq")[1] < 5).all())
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "the second moment of b is" in told
+
+
+def test_products_that_overflow_are_forgotten() -> None:
+    for gap in (1, 2):
+        tensors = [torch.zeros(3 * gap)[::gap] for _ in range(4)]
+        cross, moment, before, offered = tensors
+        offered.copy_(torch.tensor([1e25, -1e25, 0.0]))
+        moment.copy_(torch.tensor([1e30, 1e30, 3e38]))
+        for _ in range(3):
+            law = moment_passes.Product(0.05, 2.0, 0.7)
+            moment_passes.multiply(law, [cross], [torch.tensor(1.0)], [moment], [before], [offered])
+        assert bool(torch.isfinite(cross).all()), cross
+        assert cross[0] > 1e36 and cross[1] < -1e36
+
+
+def test_amsgrad_remembers_no_more_of_peers_than_the_own_second_moment() -> None:
+    """One overflow of a peer stops the element in that step only."""
+    peer = Peer(OPTIMIZERS["Adam, amsgrad"], 4, torch.float32)
+    random = torch.Generator().manual_seed(12)
+    for step in range(60):
+        added = [t.float() for t in drawn(random)]
+        if step == 5:
+            added[0][0] = 1e25
+        if step == 6:
+            added[0][0] = -peer.moments[0][0]
+        peer.step([t.float() for t in drawn(random)], added)
+    assert all(bool((v < 10).all()) for v in peer.state("max_exp_avg_sq"))
+
+
+def test_a_loaded_step_is_read_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when hvd.join() writes another learner's step into the tensor of this one's."""
+    monkeypatch.setattr(shared_moments, "_is_on_device", lambda step: True)
+    peer, random = Peer(OPTIMIZERS["AdamW"], 2), torch.Generator().manual_seed(13)
+    for _ in range(3):
+        peer.step(drawn(random), drawn(random))
+    for step in peer.state("step"):
+        step.fill_(6)
+    peer.rule.reload()
+    assert peer.rule._steps == [6, 6]
+
+
+def test_a_step_that_a_device_skips_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule does not read the step of a fused optimizer on a GPU, where GradScaler's skips end."""
+    monkeypatch.setattr(shared_moments, "_is_on_device", lambda step: True)
+    lagging = Lagging(Scheduler(3))
+    monkeypatch.setattr(shared_moments, "device_of", lambda tensor: lagging)
+    peer, random = (
+        Peer(OPTIMIZERS["AdamW, fused"], 2, torch.float32),
+        torch.Generator().manual_seed(14),
+    )
+    peer.optimizer.grad_scale = torch.tensor(1.0)
+    for skips in (1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0):
+        peer.optimizer.found_inf = torch.tensor(skips)
+        peer.step([g.float() for g in drawn(random)], [g.float() for g in drawn(random)])
+    peer.rule.before_update()
+    assert peer.rule._steps == [4, 4]
+    assert [int(step) for step in peer.state("step")] == [3, 3]
 
 
 def test_without_parameters() -> None:
