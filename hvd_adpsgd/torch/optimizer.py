@@ -21,7 +21,6 @@ import torch
 from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.errors import (
     CopyError,
-    StrategyMismatchError,
     UnsupportedOptimizerError,
 )
 from hvd_adpsgd.inner import horovod
@@ -37,6 +36,7 @@ from hvd_adpsgd.torch.optimizer_arguments import (
     listed,
     make_spec,
     require_same_kind,
+    require_shareable_moments,
     trained_tensors,
 )
 from hvd_adpsgd.torch.plain_optimizer import (
@@ -62,7 +62,7 @@ from hvd_adpsgd.training.inner_averaging import (
     synchronize,
     watch_computed,
 )
-from hvd_adpsgd.training.optimizer_state import bind, keeping_held, stand_in
+from hvd_adpsgd.training.optimizer_state import bind, keeping_held, reunite, stand_in
 from hvd_adpsgd.training.presence import (
     drop,
     live,
@@ -243,12 +243,6 @@ def _join_if_synchronous(world: World, strategy: Strategy) -> World:
     """Merge all learners into one super learner if the strategy is `synchronous`; return the World."""
     if strategy.averages != "nothing" or world.super_size == 1:
         return world
-    stop_unreferenced()
-    if live():
-        raise StrategyMismatchError(
-            "averaging=synchronous joins all learners into one super learner, but an optimizer is "
-            "already averaged between super learners. Use one strategy for all optimizers."
-        )
     return bootstrap.merge_super_learners(world)
 
 
@@ -310,6 +304,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """
     stop_dropped()
     averaging = self._averaging
+    reunite(self)
     with averaging.stepping(self.param_groups):
         if closure is None:
             average_for_step(self)
@@ -350,22 +345,29 @@ def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
     self._parent.zero_grad(self, *args, **kwargs)
 
 
-def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-    """Train and average one more param_group from the next step on; all learners add groups in one order."""
+def _require_extensible(self: Any) -> None:
+    """Raise a typed error unless parameters can be added to the optimizer."""
     self._averaging.require_running(also_before_joining=True)
     if self._averaging.plan.rule is not None:
         raise UnsupportedOptimizerError(
             f"add_param_group with averaging={self._averaging.spec.strategy.spec()}, which keeps tensors "
             "of its own for each parameter: wrap a new optimizer with all groups instead."
         )
+
+
+def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    """Train and average one more param_group from the next step on; all learners add groups in one order."""
+    _require_extensible(self)
     require_same_kind(self._averaging.world, self._averaging.spec, param_group)
+    require_shareable_moments(self._averaging.spec, self, [param_group], "add_param_group")
     self._parent.add_param_group(self, param_group)
-    group = self.param_groups[-1]
-    names = {
-        parameter: f"allreduce.added.{len(self.param_groups) - 1}.{j}"
-        for j, parameter in enumerate(group["params"])
-    }
-    added = self._averaging.rule.extend(trained_tensors(names, [group]))
+    _average_added(self, len(self.param_groups) - 1, self.param_groups[-1]["params"])
+
+
+def _average_added(self: Any, number: int, parameters: list[torch.Tensor]) -> None:
+    """Train and average further parameters, which group `number` of the optimizer has now."""
+    names = {p: f"allreduce.added.{number}.{j}" for j, p in enumerate(parameters)}
+    added = self._averaging.rule.extend(trained_tensors(names, [{"params": parameters}]))
     self._averaging.tensors.add(added)
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
@@ -377,7 +379,20 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_starting_models"):
             self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
     if self._averaging.world.inner_size > 1 and self._averaging.spec.averages_gradients:
-        register_hooks(self, group["params"])
+        register_hooks(self, parameters)
+
+
+def _average_replaced(self: Any) -> None:
+    """Average the parameters in param_groups that a script has set in place of the optimizer's."""
+    known = self._averaging.tensors.trained
+    for number, group in enumerate(self.param_groups):
+        parameters = [p for p in group["params"] if p.requires_grad and id(p) not in known]
+        if parameters:
+            _require_extensible(self)
+            new = {**group, "params": parameters}
+            require_same_kind(self._averaging.world, self._averaging.spec, new)
+            require_shareable_moments(self._averaging.spec, self, [new], "param_groups")
+            _average_added(self, number, parameters)
 
 
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -388,9 +403,16 @@ def _state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Load a state as torch does; drop gradients that backward() has left for a step, as Horovod does."""
+    """Load a state as torch does; drop gradients that backward() has left for a step, as Horovod does.
+
+    Frameworks that fine-tune replace `param_groups` before they load: parameters that are new are averaged.
+    """
+    groups = state_dict.get("param_groups", [])
+    require_shareable_moments(self._averaging.spec, self, groups, "load_state_dict")
     drop_gradients(self)
     self._gradients.forget()
+    reunite(self)
+    _average_replaced(self)
     own = {key: value for key, value in state_dict.items() if key != "averaging"}
     with keeping_held(self):
         self._parent.load_state_dict(self, own, *args, **kwargs)

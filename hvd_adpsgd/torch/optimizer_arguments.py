@@ -16,6 +16,7 @@ from hvd_adpsgd.errors import (
     InnerOnlyError,
     ModelMismatchError,
     StrategyMismatchError,
+    UnsupportedOptimizerError,
 )
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import are_inside, is_inside
@@ -24,8 +25,9 @@ from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
+from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.sharded import is_sharded, require_whole_shards
-from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
+from hvd_adpsgd.training.shared_moments import Adaptive, adaptive, unshareable
 from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "listed",
     "make_spec",
     "require_same_kind",
+    "require_shareable_moments",
     "trained_tensors",
 ]
 
@@ -63,6 +66,7 @@ def make_spec(
     _require_named("named_parameters", named)
     strategy = _strategy(averaging, world.config.averaging)
     _require_joinable(strategy, world)
+    _require_first_if_synchronous(strategy, world)
     if not world.is_plain and strategy.averages != "nothing":
         require_models(optimizer, named)
     names = _names(optimizer, named)
@@ -90,16 +94,18 @@ def make_spec(
         strategy.refuse("buffers=")
     if inner["op"] == horovod.Adasum:
         strategy.refuse("op=Adasum")
+    moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
     compared = {
         "optimizer": type(optimizer),
         "averaging": strategy.spec(),
         **{name: getattr(config, name) for name in given},
         **inner,
         "op": _OPS.get(inner["op"], inner["op"]),
+        # what this learner has found, too, where nothing was given
         "average_gradients": averages,
+        "moments": f"{config.moments} ({'own' if moments is None else 'shared'})",
     }
     arguments = [f"{name}={_as_text(value, names)}" for name, value in compared.items()]
-    moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
     tensors = trained, _floating(buffers)
     return AveragingSpec(strategy, config, *tensors, arguments, moments, averages, is_cut)
 
@@ -119,6 +125,21 @@ def require_same_kind(world: World, spec: AveragingSpec, group: dict[str, Any]) 
             f"add_param_group: its tensors are {'' if is_cut else 'not '}sharded, those of the optimizer "
             f"{'are not' if is_cut else 'are'}. Use an optimizer of its own for each kind."
         )
+
+
+def require_shareable_moments(
+    spec: AveragingSpec,
+    optimizer: torch.optim.Optimizer,
+    groups: Iterable[dict[str, Any]],
+    doing: str,
+) -> None:
+    """Raise UnsupportedOptimizerError if moments of new param_groups cannot be shared as the others are."""
+    for group in groups if spec.moments is not None else ():
+        if reason := unshareable({**optimizer.defaults, **group}):
+            raise UnsupportedOptimizerError(
+                f"{doing}: a param_group {reason}, and super learners share the moments of this "
+                f'{type(optimizer).__name__}. Leave that out, or wrap the optimizer with moments="own".'
+            )
 
 
 def _require_shardable(strategy: Strategy, buffers: Any, world: World) -> None:
@@ -253,6 +274,18 @@ def _require_joinable(strategy: Strategy, world: World) -> None:
             f"averaging={strategy.spec()} with HVD_ADPSGD_JOIN_SECRET_FILE and "
             f"super_size()={world.super_size}: others cannot join this job. Use random_pairs, fixed_ring or "
             "random_ring, or leave the file out."
+        )
+
+
+def _require_first_if_synchronous(strategy: Strategy, world: World) -> None:
+    """Raise StrategyMismatchError if an optimizer averages between super learners that are to be joined.
+
+    One learner may hold an optimizer that others have dropped: so this is checked before learners agree.
+    """
+    if strategy.averages == "nothing" and world.super_size > 1 and live():
+        raise StrategyMismatchError(
+            "averaging=synchronous joins all learners into one super learner, but an optimizer is "
+            "already averaged between super learners. Use one strategy for all optimizers."
         )
 
 

@@ -25,7 +25,7 @@ from hvd_adpsgd.training.inner_averaging import (
     refuse_different,
     require_no_handles,
 )
-from hvd_adpsgd.training.optimizer_state import keeping_held
+from hvd_adpsgd.training.optimizer_state import keeping_held, reunite
 from hvd_adpsgd.training.sharded import require_not_replaced
 from hvd_adpsgd.training.timeline import StepRecord
 
@@ -110,6 +110,7 @@ def _plain_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _plain_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     drop_gradients(self)
+    reunite(self)
     with keeping_held(self):
         self._parent.load_state_dict(self, *args, **kwargs)
 
@@ -160,6 +161,7 @@ def record_parts(wrapped: Any, record: StepRecord) -> None:
 
 
 def _synchronize_for_step(self: Any) -> None:
+    reunite(self)
     if self._unseen:
         require_not_replaced(self._unseen)
         self._unseen = []

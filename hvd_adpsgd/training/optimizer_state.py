@@ -27,6 +27,7 @@ __all__ = [
     "load_in_place",
     "options",
     "require_shareable",
+    "reunite",
     "set_options",
     "stand_in",
     "writing_in_place",
@@ -96,6 +97,10 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
 
 
 _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+# of each wrapped optimizer, the param_groups and the state that it shares with the plain one
+_shared: weakref.WeakKeyDictionary[Any, tuple[list[dict[str, Any]], Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
@@ -126,6 +131,21 @@ def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], b
             )
         )
     _bound[optimizer] = hooks
+    _shared[wrapped] = optimizer.param_groups, optimizer.state
+
+
+def reunite(wrapped: Any) -> None:
+    """Put param_groups or a state that a script has set on the wrapped optimizer into the shared objects.
+
+    The script's groups stay the same objects; the list that holds them is the shared one again.
+    """
+    groups, state = _shared.get(wrapped, (wrapped.param_groups, wrapped.state))
+    if wrapped.param_groups is not groups:
+        groups[:] = wrapped.param_groups
+        wrapped.param_groups = groups
+    if wrapped.state is not state:
+        _replace(state, wrapped.state)
+        wrapped.state = state
 
 
 def _refuse_plain_step(

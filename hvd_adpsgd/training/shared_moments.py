@@ -14,6 +14,7 @@ parameters. What an exchange adds to m_i tells m_j.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -35,7 +36,7 @@ from hvd_adpsgd.training.moment_passes import (
 from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
-__all__ = ["Adaptive", "SharedMoments", "adaptive"]
+__all__ = ["Adaptive", "SharedMoments", "adaptive", "unshareable"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -86,17 +87,26 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
     known = [kind for kind in kinds if kind in _KINDS]
     if not known:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)}"
-    if any("step" in vars(kind) for kind in kinds[: kinds.index(known[0])]):
+    # torch sets a step() with its hooks on the class of each optimizer that it makes
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known[0].step):
         return f"{name} has a step() of its own"
     if lacking := [function for function in NEEDED if not hasattr(torch, function)]:
         return f"torch {torch.__version__} has no {lacking[0]}"
     for group in optimizer.param_groups:
-        for option in ("centered", "differentiable"):
-            if group.get(option):
-                return f"{name} has {option}=True"
-        if any(p.dtype in _16_BITS for p in group["params"]):
-            return f"{name} keeps moments in 16 bits"
+        if reason := unshareable(group):
+            return f"{name} {reason}"
     return _KINDS[known[0]]
+
+
+def unshareable(group: Group) -> str:
+    """Return why moments of a parameter group cannot be shared, for a message; "" if they can."""
+    for option in ("centered", "differentiable"):
+        if group.get(option):
+            return f"has {option}=True"
+    # in a saved state parameters are numbers
+    if any(isinstance(p, torch.Tensor) and p.dtype in _16_BITS for p in group["params"]):
+        return "keeps moments in 16 bits"
+    return ""
 
 
 class SharedMoments(UpdateRule):
@@ -124,7 +134,7 @@ class SharedMoments(UpdateRule):
 
     A single gradient of, say, 1e20 reaches all super learners with the first moments, and x would forget its
     square as slowly as v_i does. So x is at most 1e4 times the larger of m_i^2 and v_i: when the moment has
-    decayed, steps are at most a hundred times too small, and this factor decays with x. The super learner with
+    decayed, steps are at most a hundred times too small, a factor that decays with x. The super learner with
     that gradient has it in v_i, as with torch; every _LOOK_EVERY updates `after_update` looks for such a v_i,
     and warns once. With amsgrad the largest v that the optimizer remembers is at most the largest v_i.
 

@@ -18,6 +18,8 @@ FOUND: dict[str, dict[str, Any]] = {
     "to_plain": {"keys": ["averaging", "param_groups", "state"]},
     "joined": {},
     "periods": {},
+    "replaced_groups": {"steps": [10], "rates": [0.01, 0.005]},
+    "refused": {"errors": ["UnsupportedOptimizerError"] * 3, "groups": 1},
 }
 
 

@@ -347,7 +347,11 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "shared_memory": ("ModelMismatchError", ("'other'", "'weight'", "Parameter")),
     "part_of_the_learners": ("InnerOnlyError", ("process_set", "2 super learners", "Leave")),
     "value_on_one": ("ConfigError", ("exchanges_per_step", "-1", "> 0")),
-    "synchronous_beside_another": ("StrategyMismatchError", ("synchronous", "one strategy")),
+    **dict.fromkeys(
+        ("synchronous_beside_another", "synchronous_beside_another_on_some"),
+        ("StrategyMismatchError", ("synchronous", "one strategy")),
+    ),
+    "other_moments": ("StrategyMismatchError", ("=None (shared) on learner 0", "=None (own) on")),
     "other_group_inside": ("ModelMismatchError", ("add_param_group", "[2]", "[3]")),
     "average_other_models": ("ModelMismatchError", ("average_model", "learner 1", "[3, 3]")),
     "no_exchanges": ("ConfigError", ("exchanges_per_step", "is 0", "> 0 and <= 64")),

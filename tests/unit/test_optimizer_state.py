@@ -12,7 +12,7 @@ import torch
 from hvd_adpsgd.strategies.plan import Rounds
 from hvd_adpsgd.training import join_state
 from hvd_adpsgd.training.join_state import JoinState, pack, unpack
-from hvd_adpsgd.training.optimizer_state import keeping_held, load_in_place
+from hvd_adpsgd.training.optimizer_state import bind, keeping_held, load_in_place, reunite
 from tests.schedulers import MAKE, of_torch, optimizers, trace
 
 
@@ -122,3 +122,18 @@ def test_a_state_dict_taken_before_a_load_keeps_its_values() -> None:
         optimizer.load_state_dict(first)
     assert [t.tolist() for t in tensors(optimizer)] == values
     assert same(held(optimizer), objects)
+
+
+def test_groups_and_a_state_that_a_script_sets_are_shared_again() -> None:
+    """The plain optimizer's schedulers act on them."""
+    plain, wrapped = used(), used()
+    wrapped.param_groups, wrapped.state = plain.param_groups, plain.state
+    bind(plain, wrapped, lambda its: False)
+    shared = plain.param_groups, plain.state
+    given = [{**plain.param_groups[0], "lr": 7.0}]
+    parameter = torch.nn.Parameter(torch.ones(1))
+    wrapped.param_groups, wrapped.state = given, {parameter: {"step": 1}}
+    reunite(wrapped)
+    assert wrapped.param_groups is plain.param_groups is shared[0]
+    assert wrapped.state is plain.state is shared[1]
+    assert plain.param_groups[0] is given[0] and list(plain.state) == [parameter]

@@ -510,10 +510,18 @@ class Renamed(torch.optim.AdamW):
     pass
 
 
+class Hooked(torch.optim.AdamW):
+    """As a subclass is when no AdamW was made before: torch puts its hooks into the class itself."""
+
+    step = torch.optim.Optimizer.profile_hook_step(torch.optim.AdamW.step)
+    step.hooked = True  # type: ignore[attr-defined]
+
+
 def test_which_optimizers_can_share_their_moments() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2))]
     half = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
     assert isinstance(adaptive(Renamed(parameters)), Adaptive)
+    assert isinstance(adaptive(Hooked(parameters)), Adaptive)
     for optimizer, why in [
         (torch.optim.SGD(parameters, lr=0.1), "SGD is none of"),
         (torch.optim.Adamax(parameters), "Adamax is none of"),

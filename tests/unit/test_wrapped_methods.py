@@ -49,11 +49,14 @@ def wrapped(kind: str) -> Any:
         own = {
             "_parent": Strict,
             "_gradients": SimpleNamespace(release=lambda: None, forget=lambda: None),
-            "_averaging": None,
+            "_averaging": SimpleNamespace(
+                spec=SimpleNamespace(moments=None), tensors=SimpleNamespace(trained=set())
+            ),
         }
         taken = ("zero_grad", "state_dict", "load_state_dict")
         own.update({name: averaging_optimizer._METHODS[name] for name in taken})
         made = type("Strict", (Strict,), {**methods, **own})([parameter], lr=0.1)
+        made._averaging.tensors.trained.add(id(parameter))
     parameter.grad = torch.ones(3)
     return made
 

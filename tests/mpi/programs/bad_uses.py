@@ -199,6 +199,24 @@ def synchronous_beside_another() -> None:
         wrap(linear(), averaging=hvd.Synchronous())
 
 
+def synchronous_beside_another_on_some() -> None:
+    with retired(wrap(linear())) as optimizer:
+        if hvd.rank() == 0:
+            optimizer.close()
+        wrap(linear(), averaging=hvd.Synchronous())
+
+
+def other_moments() -> None:
+    """Two classes of one name: moments of the one are shared, the other has a step() of its own."""
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    if hvd.rank() == 1:
+        Mine.step = lambda self, closure=None: None  # type: ignore[method-assign]
+    wrap(linear(), Mine)
+
+
 # ---- later ---------------------------------------------------------------------------------------
 
 
@@ -636,6 +654,8 @@ CASES: dict[str, Any] = {
         a_list_to_reduce,
         init_with_other_options,
         synchronous_beside_another,
+        synchronous_beside_another_on_some,
+        other_moments,
         not_finite,
         not_finite_in_turn,
         other_group_inside,

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import torch
-from learner import digest, same_inside, say
+from learner import digest, outcome, same_inside, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -142,9 +142,58 @@ def periods() -> None:
     optimizer.close()
 
 
+def replaced_groups() -> None:
+    """As Lightning's BackboneFinetuning does when it resumes: param_groups are replaced, then loaded."""
+    model, _ = wrapped()
+    head, backbone = list(model[2].parameters()), list(model[0].parameters())
+
+    def of_head() -> Any:
+        plain = torch.optim.AdamW(head, lr=0.01, betas=(0.9, 0.95))
+        return plain, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+
+    plain, optimizer = of_head()
+    optimizer.add_param_group({"params": backbone, "lr": 0.005})
+    train(model, optimizer, 5)
+    state = optimizer.state_dict()
+    optimizer.close()
+    plain, optimizer = of_head()
+    first = optimizer.param_groups[0]
+    optimizer.param_groups = [{**first, "params": p} for p in (head, backbone)]
+    with hvd.averaging_paused():
+        optimizer.load_state_dict(state)
+    rates = [group["lr"] for group in plain.param_groups]
+    train(model, optimizer, 5)
+    steps = {int(its["step"]) for its in optimizer.state.values()}
+    facts("replaced_groups", model, optimizer, steps=sorted(steps), rates=rates)
+    optimizer.close()
+
+
+def refused() -> None:
+    """Groups and states whose options forbid what the optimizer was wrapped with; training goes on."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
+    plain = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    train(model, optimizer, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["centered"] = True
+    p, half = (nn.Parameter(torch.ones(2, dtype=t)) for t in (torch.float32, torch.bfloat16))
+    errors = [
+        outcome(lambda: optimizer.add_param_group({"params": [p], "centered": True})),
+        outcome(lambda: optimizer.add_param_group({"params": [half]})),
+        outcome(lambda: optimizer.load_state_dict(state)),
+    ]
+    train(model, optimizer, 3)
+    same = same_inside(p.detach() for p in model.parameters())
+    kinds = [error.get("error") for error in errors]
+    say(case="refused", same=same, finite=True, errors=kinds, groups=len(optimizer.param_groups))
+    optimizer.close()
+
+
 def main() -> None:
     hvd.init()
-    for case in (hooks, emptied, from_plain, to_plain, joined, periods):
+    cases = (hooks, emptied, from_plain, to_plain, joined, periods, replaced_groups, refused)
+    for case in cases:
         case()
     hvd.shutdown()
 
