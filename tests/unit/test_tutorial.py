@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvd_adpsgd.tools import top
 from tests.launcher import environment
 from tests.notebook import NOTEBOOK, PAGE, ROOT, execute, page, source, translated
 
@@ -32,9 +34,11 @@ def test_every_cell_has_run() -> None:
         if cell["cell_type"] == "code":
             assert cell["execution_count"] is not None, source(cell)
             compile(translated(source(cell)), "a cell", "exec")
-    printed = json.dumps([cell.get("outputs") for cell in found])
+    printed = json.dumps([cell.get("outputs") for cell in found], ensure_ascii=False)
     assert "2 super learners, 2 ok" in printed and "4 learners" in printed
     assert str(ROOT) not in printed
+    (head,) = re.findall(r"┃ # ┃.*┃", printed)
+    assert tuple(name.strip() for name in head[1:-1].split("┃")) == top._COLUMNS
 
 
 def test_the_page_is_the_notebook() -> None:
