@@ -581,23 +581,31 @@ def sha256(path: Path) -> str:
 
 
 def fetch_sdist(cache: Path, scratch: Path) -> Path:
-    """Return Horovod's source archive, from the cache or through pip, with its checksum verified."""
+    """Return Horovod's source archive, from the cache or through pip, with its checksum verified.
+
+    pip runs the setup.py of what it downloads, so pip itself has to compare the checksum before that.
+    """
     kept = cache / SDIST
     if kept.exists() and sha256(kept) == SDIST_SHA256:
         return kept
     say(f"downloading {SDIST}")
+    asked = scratch / "horovod.txt"
+    asked.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
     answer = pip(
-        "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
-        "--dest", str(scratch), f"horovod=={VERSION}", cwd=scratch,
+        "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes",
+        "--dest", str(scratch), "--requirement", str(asked), cwd=scratch,
     )  # fmt: skip
     fresh = scratch / SDIST
+    if "DO NOT MATCH THE HASHES" in answer.stderr:
+        raise BuildError(
+            f"{SDIST} has not the sha256 {SDIST_SHA256}: not used, and none of its code has run. Use an "
+            f"index that serves Horovod's release, or put that file into {cache}."
+        )
     if answer.returncode != 0 or not fresh.exists():
         raise BuildError(
             f"pip could not download {SDIST}: {last_error(answer.stderr)} "
             f"Without a network, put that file into {cache}."
         )
-    if sha256(fresh) != SDIST_SHA256:
-        raise BuildError(f"{SDIST} has sha256 {sha256(fresh)}, not {SDIST_SHA256}: not used.")
     keep(fresh, kept)
     return kept
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -375,20 +376,25 @@ def test_says_download_failed(monkeypatch, tmp_path):
         hb.fetch_sdist(tmp_path, tmp_path)
 
 
-def test_refuses_another_archive(monkeypatch, tmp_path):
+def test_refuses_another_archive_before_any_of_its_code_runs(monkeypatch, tmp_path):
+    """By pip itself, from a folder in place of the index."""
+    name, ran = hb.SDIST.removesuffix(".tar.gz"), tmp_path / "ran"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "setup.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    (tmp_path / name / "PKG-INFO").write_text(
+        f"Metadata-Version: 2.1\nName: horovod\nVersion: {hb.VERSION}\n"
+    )
+    with tarfile.open(tmp_path / hb.SDIST, "w:gz") as archive:
+        archive.add(tmp_path / name, arcname=name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     cache, scratch = tmp_path / "cache", tmp_path / "scratch"
     cache.mkdir()
     scratch.mkdir()
-    (cache / hb.SDIST).write_bytes(b"broken")  # fetched anew
-
-    def download(*arguments, cwd):
-        (scratch / hb.SDIST).write_bytes(b"other")
-        return subprocess.CompletedProcess([], 0, "", "")
-
-    monkeypatch.setattr(hb, "pip", download)
-    with pytest.raises(hb.BuildError, match="has sha256 .*: not used"):
+    with pytest.raises(hb.BuildError, match="has not the sha256 .*: not used"):
         hb.fetch_sdist(cache, scratch)
-    assert (cache / hb.SDIST).read_bytes() == b"broken"
+    assert not ran.exists()
+    assert not list(cache.iterdir())
 
 
 def test_command_line_says_one_line_and_ends_with_1(tools, monkeypatch, tmp_path, capfd):
