@@ -354,7 +354,7 @@ class Collectives:
             if number != core.number or rank not in ranks or of not in made:
                 continue
             if made[of] <= step:
-                raise self._refuse(_crossed(rank, caller, made[of], self._rank, step))
+                raise self._refuse(_crossed(rank, caller, made, self._rank, of, step))
 
     def _refuse(self, error: CollectiveMismatchError) -> CollectiveMismatchError:
         """End on all learners, with `error`, the operation that this one has not entered; return `error`."""
@@ -601,16 +601,26 @@ class _Outcome(Generic[T]):
 
 
 def _crossed(
-    rank: int, caller: Sequence[Any], made: int, own: int, step: int
+    rank: int,
+    caller: Sequence[Any],
+    made: dict[tuple[int, str], int],
+    own: int,
+    of: tuple[int, str],
+    step: int,
 ) -> CollectiveMismatchError:
     """Return the error for a deadlock: learner `own` waits for step `step` (from 0) of learner `rank`.
 
-    Learner `rank` waits in an operation, which `caller` describes, after `made` steps.
+    Learner `rank` waits in an operation, which `caller` describes. What it has `made`, and `of`: see Made.
     """
     operation, file, line = caller
+    after, awaited = f"{made[of]} steps", f"for step {step + 1} of learner {rank}"
+    if of[1] == "torch":
+        steps = max((n for (_, kind), n in made.items() if kind == "sets"), default=0)
+        after = f"{steps} steps and {made[of]} operations of its torch.distributed group"
+        awaited = f"in operation {step + 1} of that group"
     return CollectiveMismatchError(
         f"an operation over all learners and a step wait for each other: learner {rank} is in {operation} at "
-        f"{file}:{line} after {made} steps, and learner {own} waits for step {step + 1} of learner {rank}. "
+        f"{file}:{line} after {after}, and learner {own} waits {awaited}. "
         "Make the same number of steps before each operation over all learners: on all learners of a super "
         "learner, and with a strategy that waits for steps on all super learners."
     )

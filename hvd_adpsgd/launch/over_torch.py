@@ -11,8 +11,8 @@ from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.errors import LaunchError
 from hvd_adpsgd.inner import VARIABLE, is_fallback, over_torch
 from hvd_adpsgd.inner.over_torch.refused import refuse
-from hvd_adpsgd.launch.inner_sockets import break_recorded, closed_in_children
-from hvd_adpsgd.launch.torch_group import abort_group, address_inside, super_learner_group
+from hvd_adpsgd.launch.inner_sockets import closed_in_children
+from hvd_adpsgd.launch.torch_group import address_inside, interrupt_group, super_learner_group
 from hvd_adpsgd.launch.world import World
 
 __all__ = ["start_over_torch"]
@@ -53,7 +53,7 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
                 address,
                 functools.partial(allgather_object, world.inner),
                 seconds,
-                functools.partial(_interrupt, world),
+                functools.partial(interrupt_group, world),
                 functools.partial(super_learner_group, world),
             )
     except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
@@ -63,9 +63,3 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
             "that their hosts share in HVD_ADPSGD_NICS, and look for a firewall between them."
         ) from error
     over_torch.start(its)
-
-
-def _interrupt(world: World) -> None:
-    """End operations of torch that wait for a learner which has ended, in this library's groups."""
-    break_recorded()
-    abort_group(world)

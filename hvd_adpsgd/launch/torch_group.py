@@ -22,7 +22,7 @@ from hvd_adpsgd.engine.interfaces import (
 )
 from hvd_adpsgd.inner.gpus import abort_nccl, nccl_of
 from hvd_adpsgd.inner.torch_group import group_of, store_of
-from hvd_adpsgd.launch.inner_sockets import closed_in_children
+from hvd_adpsgd.launch.inner_sockets import break_recorded, closed_in_children
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
@@ -31,8 +31,10 @@ __all__ = [
     "abort_group",
     "address_inside",
     "are_inside",
+    "begun_inside",
     "has_aborted",
     "has_ended_group",
+    "interrupt_group",
     "is_inside",
     "is_known",
     "super_learner_group",
@@ -145,6 +147,40 @@ def abort_group(world: World) -> None:
     if made is not None and made.nccl is not None and not made.aborted:
         made.aborted = True
         abort_nccl(made.nccl)
+
+
+def interrupt_group(world: World) -> None:
+    """End operations of torch that wait for a local peer: of this library's groups, not of a script's own.
+
+    Gloo's get an error, as their connections break: its abort() ends none. NCCL's are aborted.
+    """
+    break_recorded()
+    abort_group(world)
+
+
+def begun_inside(world: World) -> dict[str, int]:
+    """Return how many operations this learner has begun in each of torch's groups of its super learner.
+
+    By the name of the group, which is the same on all of its learners. A group that the script has made of
+    these learners counts, too.
+    """
+    names = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
+    return {
+        name: sum(map(_begun, _backends(group)))
+        for group, name in list(names.items())
+        if are_inside(world, dist.get_process_group_ranks(group))
+    }
+
+
+def _backends(group: Any) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def _begun(backend: Any) -> int:
+    try:
+        return int(backend._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not number its operations
+        return 0
 
 
 def has_aborted(world: World) -> bool:

@@ -63,6 +63,7 @@ from hvd_adpsgd.training.inner_averaging import (
     watch_computed,
 )
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, reunite, stand_in
+from hvd_adpsgd.training.peer_watch import watch_peers
 from hvd_adpsgd.training.presence import (
     drop,
     live,
@@ -218,6 +219,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     mine = wrapped._averaging = Averaging(world, spec, new_number(world))
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
+    if world.inner_size > 1 and not spec.averages_gradients:
+        watch_peers(mine.super_learner)
     if mine.rule.in_update:
         _hook_first(wrapped, mine)
     mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))

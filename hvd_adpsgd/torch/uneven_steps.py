@@ -39,7 +39,8 @@ def joined(device: int) -> Iterator[None]:
         device: GPU of the zeros, see horovod.join.
 
     Raises:
-        StrategyMismatchError: at once, for a strategy whose super learners wait for each other.
+        StrategyMismatchError: at once, for a strategy whose super learners wait for each other, and where
+            this library does not average the gradients.
         LearnerFailedError: if a learner of this super learner has failed.
     """
     world = worlds.current()
@@ -92,6 +93,14 @@ def _require_equal(world: World, dropped: list[Averaging]) -> None:
 
 def _require_asynchronous(averaging: Averaging) -> None:
     averaging.require_running()
+    if averaging.world.inner_size > 1 and not averaging.spec.averages_gradients:
+        raise StrategyMismatchError(
+            f"join() after {averaging.step} steps on learner {averaging.world.rank}: "
+            "DistributedDataParallel, fully_shard or the script averages gradients in the super learner "
+            "(average_gradients=False), and none of them steps without a learner. Give all learners of a "
+            "super learner the same number of batches and leave join() out, or let this library average the "
+            "gradients."
+        )
     if averaging.plan.in_step is not None:
         raise StrategyMismatchError(
             f"join() with averaging={averaging.spec.strategy.spec()}: its super learners wait for each other "

@@ -145,6 +145,9 @@ class Averaging:
             also_before_joining: whether a super learner that has not joined yet passes this check.
         """
         preemption.block_if_leaving()
+        if self.super_learner.broken is not None:
+            self.stop("a learner of this super learner failed")
+            raise self.super_learner.broken
         if self.stopped:
             raise NotInitializedError(
                 f"this optimizer has stopped averaging: {self.stopped} after it was wrapped. Use an "
@@ -410,6 +413,7 @@ class Averaging:
     def stop(self, why: str = "hvd.shutdown() was called") -> None:
         """Stop averaging and notify the peers, in bounded time; also called by hvd.shutdown()."""
         self.retire(why)
+        self.super_learner.mates.closes(ends=self.world.teardown.has_begun)
         # pop() may find the list empty: another thread runs `stop`, too
         with contextlib.suppress(IndexError):
             while True:

@@ -19,6 +19,7 @@ __all__ = ["Mates"]
 
 _COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
+_CLOSES, _ENDS = 1, 2
 # seconds between two polls; Horovod's own cycle is 1 ms
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
 
@@ -33,7 +34,7 @@ class Mates:
         asked       number of sets << 32, plus the number of operations other than gradient averaging that the
                     learner has begun since the last set; so counts that differ after an error agree again
                     from the next set on
-        closed      1 if the learner submits no more gradients
+        closed      _CLOSES if the learner submits no more gradients, _ENDS if it has also entered shutdown()
         quorum      0, or 1 + the first set that no learner steps with, as this learner has lost the quorum
         refused     1 + the last set that the learner averages but does not step with; two columns, for even
                     and for odd sets: a learner may refuse the next set before its mates have read the column,
@@ -75,9 +76,17 @@ class Mates:
         late: NDArray[np.bool_] = self._rows[:, _COMPLETE] <= self.sets
         return late & (self._rows[:, _JOINED] == 0)
 
-    def closes(self) -> None:
-        """Record that this learner submits no more gradients to Horovod."""
-        self._mine[_CLOSED] = 1
+    def closes(self, ends: bool = False) -> None:
+        """Record that this learner submits no more gradients; `ends`: as it has entered shutdown()."""
+        self._mine[_CLOSED] = _ENDS if ends else self._mine[_CLOSED] or _CLOSES
+
+    def have_ended(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` (inner ranks) that have entered shutdown()."""
+        return [rank for rank in ranks if self._rows[rank, _CLOSED] == _ENDS]
+
+    def submitted_by(self, rank: int) -> int:
+        """Return how many sets of gradients learner `rank` (inner rank) has submitted."""
+        return int(self._rows[rank, _COMPLETE])
 
     def have_closed(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` (inner ranks) that submit no more gradients."""

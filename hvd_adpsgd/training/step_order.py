@@ -70,6 +70,7 @@ class StepOrder:
 
         Raises:
             CollectiveMismatchError: if a learner of the super learner never submits its gradients.
+            LearnerFailedError: if it has entered shutdown().
         """
         mates, look = self._super_learner.mates, time.monotonic() + _LATE_S
         while (late := mates.late()) and not are_averaged():
@@ -86,12 +87,14 @@ class StepOrder:
             self._super_learner.step(),
         )
         ranks = world.groups[world.super_rank]
+        if ended := mates.have_ended(late):
+            raise self._super_learner.ended_early(ended)
         for mate in mates.have_closed(late):
             raise horovods(CollectiveMismatchError)(
                 f"step {step}, learner {world.rank}: learner {ranks[mate]}, of the same super "
-                "learner, makes no more steps with this optimizer: it has closed it, or has left after an "
-                "error (see its output). Make the same number of steps on all learners of a super learner, "
-                "then close."
+                "learner, makes no more steps with this optimizer: it has closed it after "
+                f"{mates.submitted_by(mate)} steps, or has left after an error (see its output). Make the "
+                "same number of steps on all learners of a super learner, then close."
             )
         try:
             world.collectives.require_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hvd_adpsgd.collectives import of_communicator
 from hvd_adpsgd.config import Config
@@ -25,7 +25,14 @@ from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
 
-__all__ = ["SuperLearner", "horovods", "meeting_of", "wrapping_failures"]
+__all__ = [
+    "SuperLearner",
+    "horovods",
+    "leaves",
+    "leaves_early",
+    "meeting_of",
+    "wrapping_failures",
+]
 
 _LOOK_S = 0.05  # pause between two looks for failed learners
 
@@ -45,6 +52,7 @@ class SuperLearner:
         world, step: see the arguments.
         mates: how far the other learners are in gradients and operations.
         replacements: compares, between the learners, the gradients that the script set in place of averages.
+        broken: the error that further steps raise, if another thread has found that none can be made.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class SuperLearner:
         self.world, self.step = world, step
         self._look, self._failed = time.monotonic() + _LOOK_S, False
         self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
+        self.broken: AdpsgdError | None = None
         with wrapping_failures(world, config.deadline_s):
             self.mates = Mates(world.inner, world.inner_rank)
             self.replacements = Replacements(world.inner, world.inner_rank)
@@ -69,8 +78,12 @@ class SuperLearner:
         except HorovodInternalError as error:
             # on SIGTERM the mate ended first: block until this one ends, too
             preemption.block_if_leaving()
+            ended = self.mates.have_closed(self.mates.late())
+            is_over = "shut down" in str(error)
+            if ended and is_over:
+                raise self.ended_early(ended) from None
             failed = self.world.failed_inside(self._deadline_s)
-            if not failed and "shut down" not in str(error):
+            if not failed and not is_over:
                 raise
             raise self._broken(failed) from None
 
@@ -102,8 +115,15 @@ class SuperLearner:
             of_communicator.barrier(self.world.inner)
 
     def _broken(self, failed: set[int]) -> AdpsgdError:
-        error = _leaves(self.world, f"step {self.step()}", failed)
+        error = leaves(self.world, f"step {self.step()}", failed)
         self._stop("a learner of this super learner failed")
+        return error
+
+    def ended_early(self, peers: Sequence[int]) -> AdpsgdError:
+        """Let the super learner leave, as local peers (inner ranks) have ended; return the error to raise."""
+        steps = self.mates.submitted_by(peers[0])
+        error = leaves_early(self.world, f"step {self.step()}", peers[0], f" after {steps} steps")
+        self._stop("a learner of this super learner has ended its training")
         return error
 
     def require_joined(self, also_before: bool = False) -> None:
@@ -171,7 +191,7 @@ def meeting_of(world: World, seconds: float, doing: str, where: str) -> Iterator
         doing: name of the MPI collectives, for messages.
         where: what is under way, for messages.
     """
-    broken = _if_a_learner_failed(world, seconds, lambda failed: _leaves(world, where, failed))
+    broken = _if_a_learner_failed(world, seconds, lambda failed: leaves(world, where, failed))
     with broken, mpi_failures(doing):
         yield
 
@@ -191,7 +211,7 @@ def _if_a_learner_failed(
         raise error(failed) from None
 
 
-def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
+def leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
     """Let this super learner, of which a learner has failed, leave the job; return the error to raise."""
     who = f"learner {', '.join(map(str, sorted(failed)))}" if failed else "another learner"
     message = (
@@ -199,6 +219,29 @@ def _leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
         "this super learner leaves, and the others train on without it. Start the job again from a "
         "checkpoint to have it back, unless its script calls hvd.admit, which replaces it."
     )
+    return _leave(world, message)
+
+
+def leaves_early(world: World, where: str, peer: int, after: str = "") -> AdpsgdError:
+    """Let this super learner leave the job, as a local peer does not wait for it; return the error to raise.
+
+    Args:
+        world: the World of this learner.
+        where: what is under way, for messages.
+        peer: inner rank of a learner whose script has ended, or that has called shutdown().
+        after: how far that learner has come, for messages.
+    """
+    message = (
+        f"{where}, learner {world.rank}: learner {world.groups[world.super_rank][peer]}, of the same super "
+        f"learner, has ended its training{after} (its script has ended or failed, or it called "
+        "hvd.shutdown()), and this one waits for it, so the super learner leaves. Make the same number of "
+        "steps on all learners of a super learner; or call hvd.join() after the last step, if this library "
+        "averages the gradients."
+    )
+    return _leave(world, message)
+
+
+def _leave(world: World, message: str) -> AdpsgdError:
     abort_group(world)  # else this process would wait for its GPU as it ends
     world.membership.fail([world.rank])
     world.collectives.leave(message)

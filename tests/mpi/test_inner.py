@@ -296,3 +296,39 @@ def test_a_script_sets_the_backend_before_the_import(inner: str) -> None:
     for facts in run_learners(2, program, launcher="torchrun").checked().by_rank():
         assert facts["sum"] == [2.0, 2.0]
         assert ("over_torch" in facts["backend"]) == (inner == "torch"), facts
+
+
+EARLY = ("has ended its training after 3 steps", "super learner leaves", "hvd.join()")
+
+
+@pytest.mark.parametrize(
+    ("inner", "kinds"),
+    [
+        ("torch", "ddp script ddp"),
+        pytest.param("horovod", "script ddp ddp", marks=pytest.mark.extended),
+        pytest.param("torch", "fsdp fsdp fsdp", marks=pytest.mark.extended),
+    ],
+)
+def test_torch_does_not_wait_for_a_local_peer_that_cannot_come(inner: str, kinds: str) -> None:
+    """It would wait for half an hour: no wait here is that long."""
+    env = {"HVD_ADPSGD_INNER": inner, SIZE: "2"}
+    imports = ["torch.distributed.fsdp"] if "fsdp" in kinds else []
+    program = PROGRAMS / "late_peers.py"
+    result = run_learners(6, program, args=kinds.split(), env=env, imports=imports)
+    assert result.returncode != 0, result.report()
+    learners = result.by_rank()
+    assert len(learners) == 6, result.report()
+    crossed = ("learner 1 is in barrier at ", " after 3 steps and ", "learner 0 waits in operation")
+    for facts in learners:
+        words = f"StrategyMismatchError: join() after 3 steps on learner {facts['rank']}: "
+        assert facts["join"].startswith(words), facts
+    for facts in learners[1:]:
+        assert facts["barrier"].startswith("CollectiveMismatchError: "), facts
+    for place, kind, words in (
+        (0, "CollectiveMismatchError: step 3: ", crossed),
+        (2, "LearnerFailedError: step 3, learner 2: learner 3, of the same super learner, ", EARLY),
+    ):
+        assert learners[place]["next"].startswith(kind), learners[place]
+        for word in words:
+            assert word in learners[place]["next"], learners[place]
+        assert f"hvd_adpsgd: {kind}" in result.stderr, result.report()
