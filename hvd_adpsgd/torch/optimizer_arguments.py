@@ -28,7 +28,12 @@ from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.sharded import is_sharded, require_whole_shards
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive, unshareable
-from hvd_adpsgd.training.supported import averages_gradients, require_models, require_supported
+from hvd_adpsgd.training.supported import (
+    averages_gradients,
+    require_fit,
+    require_models,
+    require_supported,
+)
 
 __all__ = [
     "NamedTensors",
@@ -118,6 +123,7 @@ def require_same_kind(world: World, spec: AveragingSpec, group: dict[str, Any]) 
         for i, p in enumerate([given] if isinstance(given, torch.Tensor) else list(given))
     ]
     group["params"] = [p for _, p in named]  # it may be readable only once
+    require_fit("add_param_group: parameter {}", group["params"])
     sizes = list(map(len, world.groups))
     is_cut = require_whole_shards(named, sizes, functools.partial(are_inside, world))
     if named and is_cut != spec.is_sharded:
@@ -360,6 +366,7 @@ def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str,
         buffers = [(name, b) for name, b in statistics(buffers) if _is_finite(name, b)]
     pairs = listed(buffers)
     _require_named("buffers", pairs)
+    require_fit("buffers=: tensor {}", [b for _, b in pairs if b.is_floating_point()])
     cut = next((name for name, b in pairs if is_sharded(b)), None)
     if cut is not None:
         raise ModelMismatchError(

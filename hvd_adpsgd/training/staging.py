@@ -62,6 +62,7 @@ PIECE_NBYTES = 8 * 2**20
 _MOST_PIECES = 32
 _REPLACES = 2  # REPLACES of store.pxd: the slot holds new parameters in place of corrections
 
+_Copying = tuple[list[tuple[torch.Tensor, int]], int]
 Submit = Callable[[Callable[[], None]], "Future[None]"]
 
 
@@ -95,6 +96,9 @@ class Staging:
         self._table: _Table | None = None
         self._landing: Future[None] | None = None
         self._checks: deque[_Check] = deque()
+        # parameters that are copied to the host, with their versions, and the step; None: they may change
+        self._copying: _Copying | None = None
+        self._has_warned = False
         self._fit = True  # whether the engine's copy of the model (mirror) is finite
         self._copied: dict[int, int] = {}  # by number of the piece, the step of its last copy
         self.down_nbytes = self.up_nbytes = 0
@@ -166,9 +170,14 @@ class Staging:
         check = _Check(step, [lane.check() for lane in self._lanes.values()])
         self._checks.append(check)
         if copies:
+            # moments change in the optimizer only; buffers in the forward pass, by a little
+            trained = [tensor for tensor in self._table.tensors if tensor.requires_grad]
+            copying = self._copying = [(tensor, tensor._version) for tensor in trained], step
             busy = [event for lane in self._lanes.values() for event in lane.busy]
             copied = [self._table.chunks(run) for run in corrected + others]
-            self._landing = self._submit(lambda: self._land(memory, copied, busy, check, offer))
+            self._landing = self._submit(
+                lambda: self._land(memory, copied, busy, check, offer, copying)
+            )
         elif offer is not None and memory.step >= 0:
             offer(memory.step, self._fit)
 
@@ -201,13 +210,35 @@ class Staging:
         busy: list[Event],
         check: _Check,
         offer: Callable[[int, bool], None] | None,
+        copying: _Copying,
     ) -> None:
         for event in busy:
             event.wait()
+        self._warn_of_changes(copying)
         self._fit = check.finite()
         memory.land(copied)
         if offer is not None:
             offer(memory.step, self._fit)
+
+    def _warn_of_changes(self, copying: _Copying | None) -> None:
+        """Warn, once, if the script has changed parameters while they were copied to the host.
+
+        The mean of all models stays exact, for a copy differs from the one before by local updates; but peers
+        may see half of each. To wait at the end of each step would cost what copies during the forward and
+        backward pass gain.
+        """
+        if copying is None or self._has_warned:
+            return
+        changed = any(tensor._version != version for tensor, version in copying[0])
+        # compared first: the optimizer changes parameters as soon as before_update() has replaced it
+        if changed and self._copying is copying:
+            self._has_warned = True
+            log.warning(
+                "the script changed parameters after step %d while they were copied to the host: until the "
+                "next step peers may exchange parts of both. Change them before optimizer.step(), or inside "
+                "`with hvd.averaging_paused():`.",
+                copying[1],
+            )
 
     def _landed(self) -> None:
         landing, self._landing = self._landing, None
@@ -231,6 +262,9 @@ class Staging:
 
     def before_update(self) -> None:
         """Let the trainer's streams wait for copies of the parameters, which the trainer changes next."""
+        if self._landing is not None and not self._landing.done():
+            self._warn_of_changes(self._copying)
+        self._copying = None
         for lane in self._lanes.values():
             lane.before_update()
 

@@ -12,8 +12,15 @@ from torch.nn.parameter import is_lazy
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 from hvd_adpsgd.launch.torch_group import has_ended_group, is_known
+from hvd_adpsgd.training.devices import KINDS
 
-__all__ = ["averages_gradients", "require_models", "require_no_ddp", "require_supported"]
+__all__ = [
+    "averages_gradients",
+    "require_fit",
+    "require_models",
+    "require_no_ddp",
+    "require_supported",
+]
 
 # Attributes of apex, DeepSpeed, Megatron and Transformer Engine with float32 copies of 16-bit parameters.
 _MASTERS = (
@@ -33,7 +40,8 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         UnsupportedOptimizerError: for LBFGS, for an optimizer that is wrapped already, for another object.
-        ModelMismatchError: for a lazy or meta parameter, or a part of a sharded one.
+        ModelMismatchError: for a lazy or meta parameter, a part of a sharded one, or one on a device that is
+            neither a CPU nor a CUDA GPU.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedOptimizerError(
@@ -52,10 +60,14 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
             f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
             "to hvd.DistributedOptimizer, once."
         )
-    for i, parameter in enumerate(_parameters(optimizer)):
-        reason = _unfit(parameter)
-        if reason:
-            raise ModelMismatchError(f"parameter {i} of the optimizer {reason}")
+    require_fit("parameter {} of the optimizer", _parameters(optimizer))
+
+
+def require_fit(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise ModelMismatchError for the first tensor that cannot be averaged; `what` holds its number."""
+    for i, tensor in enumerate(tensors):
+        if reason := _unfit(tensor):
+            raise ModelMismatchError(f"{what.format(i)} {reason}")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -73,6 +85,12 @@ def _unfit(parameter: torch.Tensor) -> str:
         return (
             "is on the meta device and has no values. Load the model first (`model.to_empty(...)`, then "
             "its weights), then make the optimizer and wrap it."
+        )
+    kind = parameter.device.type
+    if kind not in {"cpu", *KINDS}:
+        return (
+            f"is on a device of type {kind}, allowed are {', '.join(sorted({'cpu', *KINDS}))}: copies from "
+            "and to it would not be waited for. Move the model to one of these."
         )
     if getattr(parameter, "_fsdp_flattened", False):
         return (

@@ -344,3 +344,24 @@ def test_a_device_holds_two_pieces_beside_the_model():
     (lane,) = learner.staging._lanes.values()
     assert lane._corrections.nbytes <= 4 * CHUNK_NBYTES
     assert lane._copies.nbytes <= 2 * CHUNK_NBYTES
+
+
+@pytest.mark.parametrize("when", ["before it is known", "before it is copied", "in the next step"])
+def test_parameters_that_a_script_changes_while_they_are_copied(when, caplog):
+    """As weights that are swapped for their moving average: peers may see a mixture, so it warns, once."""
+    [learner] = make_node(np.arange(float(COUNT)), "float32", 1, 5, OnLagging, False)
+    learner.place.scheduler.eager = 0.0
+    for tensor in learner.tensors:
+        tensor.requires_grad_()
+    for step in range(2):
+        learner.staging.absorb(step, True)
+        if when == "in the next step":
+            learner.staging.before_update()
+        with torch.no_grad():
+            learner.tensors[0].add_(1.0)
+        if when == "before it is known":
+            learner.staging.before_update()
+        learner.landing.run()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (when != "in the next step"), told
+    assert all("after step 0 while they were copied to the host" in line for line in told)

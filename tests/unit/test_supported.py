@@ -195,3 +195,14 @@ def test_an_expanded_parameter_is_refused() -> None:
     one = torch.nn.Parameter(torch.ones(1).expand(5))
     with pytest.raises(ModelMismatchError, match="tensor 'one' is expanded"):
         Parameters().add([("one", one)])
+
+
+def test_parameters_on_other_devices_are_refused() -> None:
+    """Copies from and to them would not be waited for; tests have no such device."""
+
+    class OnXpu(torch.nn.Parameter):
+        device = torch.device("xpu", 0)
+
+    parameter = OnXpu(torch.ones(2))
+    with pytest.raises(ModelMismatchError, match=r"parameter 0 .* type xpu, allowed are cpu, cuda"):
+        require_supported(torch.optim.SGD([parameter], lr=0.1))
