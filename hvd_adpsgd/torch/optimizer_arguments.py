@@ -201,7 +201,17 @@ def _moments(
             f"moments=shared: {found}, so moments cannot be shared. Leave moments out, or use one of "
             "torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
         )
-    if strategy.is_gossip and world.rank == 0 and any("betas" in g for g in optimizer.param_groups):
+    if world.rank > 0 or not strategy.is_gossip:
+        return None
+    # Schedule-Free optimizers have these methods, which replace the parameters by their average and back
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        log.warning(
+            "%s keeps a second copy of the parameters in its state, which super learners do not average: "
+            "losses are higher than with one super learner. Use a torch optimizer with a learning-rate "
+            "schedule, or run one super learner; moments=own silences this line.",
+            type(optimizer).__name__,
+        )
+    elif any("betas" in group for group in optimizer.param_groups):
         log.warning(
             "moments are not shared by super learners: %s. Steps are smaller than in synchronous training "
             "where gradients are noisy. Use torch's Adam or AdamW; moments=own silences this line.",
