@@ -54,11 +54,9 @@ STRATEGIES = (
     *(f"gossip_pga:period=4+{base}" for base in GOSSIP),
     *(f"synchronous_gossip:order={order}+{base}" for order in ("awc", "atc") for base in GOSSIP),
 )
-# faults that `_with_rare_things` and `_with_connections` add at random, but `_random_faults` does not
+# faults that `_random_faults` does not draw, but other functions do
 _RARE = ("suspect", "join", "break", "link", "share", "bits")
 _WITH_PEER = ("cut", "sever", "suspect", "break")
-# seeds below have the scenarios that earlier versions drew
-_OLDEST, _OLDER, _OLD, _RECENT, _NEW = 1000, 2000, 3000, 4000, 5000
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
@@ -101,6 +99,7 @@ VALUES: dict[str, Bound] = {
     "link": BOUNDS["bytes_per_s"],
     "share": BOUNDS["share"],
     "bits": (0.0, 8.0),
+    "extend": (0.0, float(BOUNDS["later"][1])),
 }
 LEARNERS: Bound = (1, 4096)
 REPLAYED = "Pass what `simulate` has printed, or correct it."
@@ -119,7 +118,8 @@ class Fault:
             on the same side as `who`.
         value: for stop, cut, sever, partition and break: seconds; for slow: how many times slower; for link:
             bytes per second from then on; for share: the share of the model that its exchanges move from then
-            on; for bits: their bits per element, if wire is "auto": 0 (all), 8 or 4.
+            on; for bits: their bits per element, if wire is "auto": 0 (all), 8 or 4; for extend: 0 for all of
+            the later chunks, as one parameter group; else so many of them, each as a parameter group.
     """
 
     at_s: float
@@ -136,7 +136,7 @@ class Fault:
             return (self.peers, self.value)
         if self.kind == "suspect":
             return self.peers
-        if self.kind == "bits":
+        if self.kind in ("bits", "extend"):
             return (int(self.value),)
         return (self.value,) if self.kind in ("stop", "slow", "link", "share") else ()
 
@@ -265,7 +265,7 @@ class Scenario:
         strategy = c.choose(STRATEGIES)
         n = c.integer(4 if strategy == "a2cid2" else 2, 8)
         steps, step_s = c.integer(3, 24), c.magnitude(-3.5, -1.7)
-        chunks, later, elements = c.integer(1, 21), c.integer(0, 2), c.integer(1, 3)
+        chunks, later, elements = c.integer(1, 21), c.integer(0, 3), c.integer(1, 3)
         latency_s, bytes_per_s = c.magnitude(-5, -3), c.magnitude(3, 9)
         leave_deadline_s = c.magnitude(-2, 0.5)
         # exchanges take several steps, and the deadline cuts the last exchanges short
@@ -281,7 +281,7 @@ class Scenario:
             later=later,
             elements=elements,
             dtype=c.choose(("float64", "float64", "float32")),
-            wire=c.choose(("", "", "", "bfloat16", "float16")),
+            wire=c.choose(("", "", "", "bfloat16", "float16", "int8", "int4", "auto", "auto")),
             latency_s=latency_s,
             jitter=c.between(0, 5),
             late=c.choose((0.0, 0.0, 0.01, 0.1)),
@@ -290,14 +290,12 @@ class Scenario:
             detect_s=min(c.magnitude(-2, 0.3), leave_deadline_s),
             leave_deadline_s=leave_deadline_s,
             learners=tuple(_random_learner(c, step_s) for _ in range(n)),
-            hosts=tuple(c.integer(0, c.integer(0, n - 1)) for _ in range(n))
-            if c.happens(0.6)
-            else (),
+            hosts=_random_hosts(c, n),
             faults=_random_faults(c, n, 1.3 * steps * step_s),
         )
-        drawn = _with_rare_things(drawn, Chance(2**40 + seed))
-        drawn = _with_connections(drawn, Chance(2**41 + seed))
-        return _with_newer_options(drawn, Chance(2**42 + seed))
+        for change in (_with_rare_things, _with_connections, _with_options, _with_changes):
+            drawn = change(drawn, c)
+        return drawn
 
     def to_json(self) -> str:
         """Return the simulated job and its faults as one line of JSON, which `from_json` reads."""
@@ -405,6 +403,14 @@ def _random_learner(c: Chance, step_s: float) -> Learner:
     )
 
 
+def _random_hosts(c: Chance, n: int) -> tuple[int, ...]:
+    if not c.happens(0.6):
+        return ()
+    if c.happens(0.3):
+        return tuple(i // 2 for i in range(n))
+    return tuple(c.integer(0, c.integer(0, n - 1)) for _ in range(n))
+
+
 def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
     faults: list[Fault] = []
     for _ in range(c.integer(0, 4)):
@@ -412,7 +418,12 @@ def _random_faults(c: Chance, n: int, until_s: float) -> tuple[Fault, ...]:
         kind = c.choose((*_DRAWN, "crash", "crash"))
         other = (who + c.integer(1, n - 1)) % n
         if kind == "extend":
-            faults += [Fault(at_s + c.between(0, until_s / 10), kind, i) for i in range(n)]
+            groups = [0.0] * n
+            if c.happens(0.5):  # one adds other groups than the rest
+                groups[who] = c.choose((1.0, 2.0, 2.0))
+            faults += [
+                Fault(at_s + c.between(0, until_s / 10), kind, i, (), groups[i]) for i in range(n)
+            ]
         elif kind in ("cut", "sever"):
             faults.append(Fault(at_s, kind, who, (other,), c.magnitude(-3, 0.3)))
         elif kind == "partition":
@@ -485,34 +496,39 @@ def _with_connections(s: Scenario, c: Chance) -> Scenario:
     return dataclasses.replace(s, faults=tuple(faults))
 
 
-def _with_newer_options(s: Scenario, c: Chance) -> Scenario:
-    """Set options that came later, in some scenarios of seeds from _OLDEST on; others stay as they were."""
-    if s.seed < _OLDEST:
-        return s
+def _with_options(s: Scenario, c: Chance) -> Scenario:
+    """Set options of windows, peers and copies in some scenarios."""
     if c.happens(0.2):
         s = dataclasses.replace(s, rare_period=c.choose((2, 4, 8)))
     if c.happens(0.2):
         s = dataclasses.replace(s, prefer=c.choose((0.5, 0.95)))
     gossips = rounds_of(s.strategy, s.size)[0] is None and not s.max_staleness
-    if s.seed >= _OLDER and s.share < 1 and gossips and c.happens(0.5):
+    if s.share < 1 and gossips and c.happens(0.5):
         s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
-    if s.seed >= _OLD and c.happens(0.2):
-        s = dataclasses.replace(s, wire=c.choose(("int8", "int4")))
-    if s.seed >= _RECENT and s.share < 1 and c.happens(0.5):
+    if s.share < 1 and c.happens(0.5):
         s = dataclasses.replace(s, aims=True)
-    return _with_bits(s, c) if s.seed >= _NEW and c.happens(0.2) else s
+    return s
 
 
-def _with_bits(s: Scenario, c: Chance) -> Scenario:
-    """Let super learners choose bits of their exchanges, each at its own times."""
+def _with_changes(s: Scenario, c: Chance) -> Scenario:
+    """Let super learners choose bits of their exchanges; in some scenarios also shares, and links change.
+
+    Each does at its own times, so that peers meet that want different ones.
+    """
     until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
+    values: dict[str, tuple[float, ...]] = {}
+    if s.wire == "auto":
+        values["bits"] = (0.0, 4.0, 8.0)
+    if c.happens(0.1):
+        values["share"] = (1.0, 0.5, 0.25, 0.05)
+    if c.happens(0.1):
+        values["link"] = tuple(s.bytes_per_s * factor for factor in (0.1, 1.0, 10.0))
     faults = [
-        Fault(
-            c.between(0, until_s), "bits", c.integer(0, s.size - 1), (), c.choose((0.0, 4.0, 8.0))
-        )
+        Fault(c.between(0, until_s), kind, c.integer(0, s.size - 1), (), c.choose(values[kind]))
+        for kind in values
         for _ in range(2 * s.size)
     ]
-    return dataclasses.replace(s, wire="auto", faults=(*s.faults, *faults))
+    return dataclasses.replace(s, faults=(*s.faults, *faults))
 
 
 def _cut_short(s: Scenario, c: Chance) -> Scenario:

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from hvd_adpsgd.errors import AdpsgdError
+from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd.simulation.ledger import BrokenPromise
 from hvd_adpsgd.simulation.scenario import Fault, Scenario, run
 
 __all__ = ["broken_by", "shrink"]
 
 MOST_RUNS = 400
+_PLAIN: dict[str, Any] = {
+    "later": 0,
+    "elements": 1,
+    "wire": "",
+    "dtype": "float64",
+    "hosts": (),
+    "jitter": 0.0,
+    "late": 0.0,
+    "max_staleness": 0,
+    "reports_s": 0.0,
+    "share": 1.0,
+    "shown": False,
+    "rare_period": 1,
+    "prefer": 0.0,
+    "copy_every": 1,
+    "aims": False,
+}
 
 
 def broken_by(scenario: Scenario) -> BrokenPromise | None:
@@ -58,56 +76,49 @@ def shrink(
 
 
 def _smaller(s: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that lack one part of the scenario `s`, those with the largest cuts first."""
+    """Yield scenarios that lack one part of the scenario `s`, those with the largest cuts first.
+
+    Parts that others need are kept: a super learner that joins and then fails, the bits that a fault chooses.
+    """
+    for change in _changes(s):
+        try:
+            smaller = dataclasses.replace(s, **change)
+        except ConfigError:
+            continue
+        yield smaller
+
+
+def _changes(s: Scenario) -> Iterator[dict[str, Any]]:
+    """Yield the fields that differ in a smaller scenario."""
     for kept in (s.faults[: len(s.faults) // 2], s.faults[len(s.faults) // 2 :]):
         if len(kept) < len(s.faults):
-            yield dataclasses.replace(s, faults=kept)
+            yield {"faults": kept}
     for i in range(len(s.faults)):
-        yield dataclasses.replace(s, faults=s.faults[:i] + s.faults[i + 1 :])
+        yield {"faults": s.faults[:i] + s.faults[i + 1 :]}
     for i in reversed(range(s.size)):
         if s.size > 2:
             yield _without(s, i)
     for steps in (s.steps // 2, s.steps - 1):
         if 1 <= steps < s.steps:
-            yield dataclasses.replace(s, steps=steps)
+            yield {"steps": steps}
     for chunks in (1, s.chunks // 2, s.chunks - 1):
         if 1 <= chunks < s.chunks:
-            yield dataclasses.replace(s, chunks=chunks)
+            yield {"chunks": chunks}
     yield from _plainer(s)
 
 
-def _plainer(s: Scenario) -> Iterator[Scenario]:
-    """Yield copies of scenario `s` in each of which one setting has its simplest value, such as no jitter."""
-    plain = {
-        "later": 0,
-        "elements": 1,
-        "wire": "",
-        "dtype": "float64",
-        "hosts": (),
-        "jitter": 0.0,
-        "late": 0.0,
-        "max_staleness": 0,
-        "reports_s": 0.0,
-        "share": 1.0,
-        "shown": False,
-        "rare_period": 1,
-        "prefer": 0.0,
-        "copy_every": 1,
-        "aims": False,
-    }
-    if any(fault.kind == "bits" for fault in s.faults):
-        del plain["wire"]  # these need "auto"
-    for name, value in plain.items():
+def _plainer(s: Scenario) -> Iterator[dict[str, Any]]:
+    """Yield fields each of which has its simplest value, such as no jitter."""
+    for name, value in _PLAIN.items():
         if getattr(s, name) != value:
-            yield dataclasses.replace(s, **{name: value})  # type: ignore[arg-type]
+            yield {name: value}
     for name, value in (("spread", 0.0), ("node_s", 0.0)):
         if any(getattr(x, name) != value for x in s.learners):
-            learners = tuple(dataclasses.replace(x, **{name: value}) for x in s.learners)
-            yield dataclasses.replace(s, learners=learners)
+            yield {"learners": tuple(dataclasses.replace(x, **{name: value}) for x in s.learners)}
 
 
-def _without(s: Scenario, gone: int) -> Scenario:
-    """Return the scenario without the super learner `gone`, and without the faults that concern it."""
+def _without(s: Scenario, gone: int) -> dict[str, Any]:
+    """Return the fields of the scenario without the super learner `gone` and the faults that concern it."""
 
     def now(i: int) -> int:
         return i - (i > gone)
@@ -118,9 +129,8 @@ def _without(s: Scenario, gone: int) -> Scenario:
             continue
         peers = tuple(now(i) for i in f.peers if i != gone)
         faults.append(dataclasses.replace(f, who=now(f.who), peers=peers))
-    return dataclasses.replace(
-        s,
-        learners=s.learners[:gone] + s.learners[gone + 1 :],
-        hosts=s.hosts[:gone] + s.hosts[gone + 1 :],
-        faults=tuple(faults),
-    )
+    return {
+        "learners": s.learners[:gone] + s.learners[gone + 1 :],
+        "hosts": s.hosts[:gone] + s.hosts[gone + 1 :],
+        "faults": tuple(faults),
+    }

@@ -15,7 +15,7 @@ from tests.storm.story import Story
 
 pytestmark = pytest.mark.mpi
 
-SHORT = (2, 6)  # MPI; stop, kills, a partition
+SHORT = (13, 14)  # MPI, a kill; stop, kill, a partition
 LONG = 20
 
 

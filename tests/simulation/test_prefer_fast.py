@@ -35,16 +35,6 @@ def test_the_promises_hold() -> None:
         run(replace(Scenario.random(seed), prefer=0.9))
 
 
-def test_seeds_of_the_campaign_have_rare_chunks_and_preferences() -> None:
-    drawn = [Scenario.random(seed) for seed in range(1000, 1200)]
-    assert {s.rare_period for s in drawn} == {1, 2, 4, 8}
-    assert {s.prefer for s in drawn} == {0.0, 0.5, 0.95}
-    assert any("odd chunks in every 4th exchange" in str(s) for s in drawn)
-    assert any("fast peers preferred by 0.95" in str(s) for s in drawn)
-    for s in drawn:
-        run(s)
-
-
 def exchanges(cluster: Cluster, seconds: float) -> np.ndarray:
     """How often each pair has exchanged."""
     draw = np.random.default_rng(cluster.seed)

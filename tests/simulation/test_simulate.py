@@ -21,7 +21,7 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.simulation import campaign
 from hvd_adpsgd.simulation.ledger import BrokenPromise
 from hvd_adpsgd.simulation.scenario import Fault, Scenario, digest, job_of, run
-from hvd_adpsgd.simulation.shrink import shrink
+from hvd_adpsgd.simulation.shrink import _smaller, shrink
 from hvd_adpsgd.tools import simulate
 
 CRASHES = next(
@@ -250,6 +250,15 @@ def test_shrinking_keeps_what_the_failure_needs() -> None:
     assert judge(small) is not None
     assert (small.chunks, small.size, small.steps, small.hosts) == (3, 2, 1, ())
     assert [f.kind for f in small.faults] == ["crash"]
+
+
+def test_a_smaller_scenario_keeps_what_its_faults_need() -> None:
+    """A fault may strike a super learner that joins, or choose bits: some smaller ones cannot be."""
+    for seed in range(100):
+        scenario = replace(Scenario.random(seed), copy_every=8)
+        tried = list(_smaller(scenario))
+        assert any(s.copy_every == 1 for s in tried)
+        assert len(tried) > scenario.size + len(scenario.faults) / 2
 
 
 def test_what_breaks_nothing_is_not_shrunk() -> None:

@@ -37,6 +37,8 @@ LEFT_OUT = {
     "unfit": "a model with NaN has no exact mean",
     "extend": "tests/mpi/test_optimizer.py adds parameter groups",
     "bits": "tests/mpi/test_share.py lets a job choose them",
+    "share": "tests/mpi/test_share.py lets a job choose it",
+    "link": "tests/cluster/test_auto_share_on_links.py has links that change",
     "break": "tests/cluster/test_resets.py resets every connection of a job",
 }
 PLACES = (  # of equal chance

@@ -237,6 +237,10 @@ def test_a_yes_with_a_longer_window_than_a_round_is_ignored() -> None:
             job.send(CONTROL, MESSAGE.pack(*head))
             job.settle(malformed + 1)
             assert engine.loop.malformed()[0] == malformed
+        # no window of a round: the layouts differ, which an engine that has asked reports
+        job.send(CONTROL, MESSAGE.pack(*head[:8], engine.fingerprint + 1, *head[9:]))
+        job.settle(3)
+        assert engine.loop.malformed()[0] == 1
         job.until(lambda: engine.loop.met(1) > 2)
         assert engine.loop.fault()[0] == 0
     finally:

@@ -93,7 +93,8 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
         return behind == departed_nbytes(e.wire.size) and m.exchange <= e.wire.size
     if m.kind == BYE_SEEN and m.exchange > e.wire.size:
         return False
-    if m.kind == YES and (m.nchunks > generation(e).nchunks or m.window > layout_of(e, m.nchunks).turn):
+    if m.kind == YES and same_layout(e, m) and (
+            m.nchunks > generation(e).nchunks or m.window > layout_of(e, m.nchunks).turn):
         return False
     return ASK <= m.kind <= CUT_SEEN and behind == 0
 
@@ -115,15 +116,24 @@ cdef void take_reports(Core* e) noexcept nogil:
             e.wire.lives(e.wire, parcel.reports[i].rank)
 
 
-cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nchunks) noexcept nogil:
-    cdef int64_t newest = load(&e.ngenerations) - 1     # read once: the trainer may add one meanwhile
+cdef bint same_layout(Core* e, const Message* m) noexcept nogil:
+    """Whether the layout that a message names is ours, too; also if this side has no layout of that generation."""
+    return m.generation >= load(&e.ngenerations) or e.generations[m.generation].fingerprint == m.fingerprint
+
+
+cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nchunks,
+                      int64_t generation=NEWEST) noexcept nogil:
+    """Write a message that names our layout of that generation, or the newest one before it.
+
+    ASK names the newest one, and YES and NO one that the receiver has, too: so it can always compare."""
+    cdef int64_t named = min(generation, load(&e.ngenerations) - 1)
     message.kind = kind
     message.exchange = exchange
     message.nchunks = nchunks
     message.first = 0
     message.window = message.aimed = message.bits = 0
-    message.generation = <int>newest
-    message.fingerprint = e.generations[newest].fingerprint
+    message.generation = <int>named
+    message.fingerprint = e.generations[named].fingerprint
     message.weight = e.pairs.weight
     message.round = e.mailbox.orders.round
     return message
@@ -140,13 +150,26 @@ cdef void send_control(Core* e, int peer, Kind kind, int exchange, int nchunks) 
     post(e, letter, sizeof(Message), peer)
 
 
-cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, int window) noexcept nogil:
-    """Send ASK or YES: of the model's `nchunks` chunks, those of a window of `window` chunks from x.first on."""
+cdef void send_no(Core* e, int peer, const Message* m) noexcept nogil:
+    """Send NO to an ASK, or to an answer that names another layout than ours.
+
+    It names a layout that the peer has, so that the peer compares: the newest one of ours may be none of its."""
+    cdef Letter* letter = new_letter(e, peer, sizeof(Message))
+    if letter == NULL:
+        return
+    written(e, <Message*>(letter + 1), NO, m.exchange, 0, m.generation)
+    post(e, letter, sizeof(Message), peer)
+
+
+cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, int window, int64_t generation) noexcept nogil:
+    """Send ASK or YES: of the model's `nchunks` chunks, those of a window of `window` chunks from x.first on.
+
+    The message names a layout as in `written`."""
     cdef Letter* letter = new_letter(e, peer, sizeof(Message))
     cdef Message* message
     if letter == NULL:
         return
-    message = written(e, <Message*>(letter + 1), kind, x.number, nchunks)
+    message = written(e, <Message*>(letter + 1), kind, x.number, nchunks, generation)
     message.first, message.window, message.aimed, message.bits = x.first, window, x.aimed, x.bits
     post(e, letter, sizeof(Message), peer)
 

@@ -20,7 +20,7 @@ With rounds the trainer chooses the peer to ask; an engine answers NO to an ASK 
 
 from libc.stdint cimport int64_t
 
-from hvd_adpsgd.engine.control cimport send_control, send_window
+from hvd_adpsgd.engine.control cimport NEWEST, same_layout, send_control, send_no, send_window
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.departures cimport answer, departed_in, note_answer
 from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
@@ -136,7 +136,7 @@ cdef bint same_model(Core* e, int peer, Message* m) noexcept nogil:
     if m.weight != e.pairs.weight:
         latch(&e.mailbox, FAULT_WEIGHT, 0, peer)
         return False
-    if m.generation < load(&e.ngenerations) and e.generations[m.generation].fingerprint != m.fingerprint:
+    if not same_layout(e, m):
         latch(&e.mailbox, FAULT_LAYOUT, 0, peer)
         return False
     return True
@@ -160,7 +160,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     cdef int total = min(m.nchunks, generation(e).nchunks), window
     if not serves(e, peer, x, m):
         add(&e.mailbox.counters.declined, 1)
-        send_control(e, peer, NO, m.exchange, 0)
+        send_no(e, peer, m)
         return
     if x != NULL and e.pairs.asking == peer:
         e.pairs.asking = NOBODY     # the peer will answer our own ASK with NO
@@ -172,7 +172,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
     x.number, x.first, x.aimed = m.exchange, m.first, m.aimed
     x.bits = fewer(m.bits, e.mailbox.orders.bits)
     window = min(m.window, window_of(e, total))
-    send_window(e, peer, YES, x, total, window)
+    send_window(e, peer, YES, x, total, window, m.generation)
     begin(e, x, m.exchange, total, window, False)
 
 
@@ -180,7 +180,10 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = find(e, peer)
     if x == NULL or x.phase != ASKED or x.number != m.exchange:
         return
-    same_model(e, peer, m)
+    if not same_model(e, peer, m):  # the peer lacked the layout of our ASK; without chunks of ours it merges none
+        give_up_ask(e, x)
+        send_no(e, peer, m)
+        return
     e.pairs.retry_s = RETRY_FIRST_S
     move_on(e, m.nchunks, x, m.window)
     x.bits = m.bits
@@ -190,15 +193,24 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
 cdef void handle_no(Core* e, int peer, Message* m) noexcept nogil:
     cdef Exchange* x = find(e, peer)
     cdef Pairs* p = &e.pairs
+    cdef bint same = same_model(e, peer, m)     # a peer with another model answers NO, also to our YES
     if x == NULL or x.phase != ASKED or x.number != m.exchange:
         return
-    become(e, x, IDLE)
     add(&e.mailbox.counters.refused, 1)
-    same_model(e, peer, m)          # a peer with another model always answers NO
-    if p.asking == peer:
-        p.asking = NOBODY
+    if give_up_ask(e, x):
         p.ask_after = now(e) + p.retry_s
         p.retry_s = min(2 * p.retry_s, RETRY_LAST_S)
+    if not same:
+        send_no(e, peer, m)
+
+
+cdef bint give_up_ask(Core* e, Exchange* x) noexcept nogil:
+    """End an exchange that has not begun. Return whether its ASK was the last one of this side."""
+    cdef bint last = e.pairs.asking == x.peer
+    become(e, x, IDLE)
+    if last:
+        e.pairs.asking = NOBODY
+    return last
 
 
 # ---- an exchange -------------------------------------------------------------------------
@@ -450,5 +462,5 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
     x.active = True
     x.number = p.number
     p.asking = peer
-    send_window(e, peer, ASK, x, total, window_of(e, total))
+    send_window(e, peer, ASK, x, total, window_of(e, total), NEWEST)
     return True

@@ -77,8 +77,9 @@ cdef int struck(JobState job, int which) except -1:
         a.pauses = job.means is None and job.tables is None
     elif kind == UNFIT:
         a.unfit = True
-    elif kind == EXTEND and job.later and job.means is None and a.extend_at < 0 and a.step < a.steps:
+    elif kind == EXTEND and can_extend(job, who):
         a.extend_at = a.step + (a.doing != MEET)
+        a.extend_by = arguments[0]
     elif kind == SUSPICION and job.means is None:
         suspected(job, who, job.seats[arguments[0]])
     elif kind == LINK:
@@ -90,6 +91,11 @@ cdef int struck(JobState job, int which) except -1:
     elif kind == BREAK:
         break_connections(job, process, arguments[0], arguments[1])
     return 0
+
+
+cdef bint can_extend(JobState job, int who):
+    cdef Actor* a = &job.actors[who]
+    return job.means is None and a.extend_at < 0 and a.step < a.steps and a.core.memory.nchunks < job.nchunks + job.later
 
 
 cdef void break_connections(JobState job, int process, int other, double seconds):

@@ -16,7 +16,7 @@ from hvd_adpsgd.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd.simulation.faults import FAULTS
 
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Rest, begin_turns, end_turns, turn
-from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_MPI, HISTOGRAM
+from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MPI, HISTOGRAM
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd.simulation.admission cimport come, read_letter
 from hvd_adpsgd.simulation.chance cimport between, draw
@@ -171,7 +171,8 @@ cdef class Job(JobState):
 
         Kinds, with their arguments: crash; stop (seconds); slow (factor of the step's time); leave; fail:
         leave as failed; pause: pause averaging before the next step; unfit: offer a model that is not finite;
-        extend: add the later chunks; cut (peer, seconds): messages to it are late; sever (peer, seconds):
+        extend (number of chunks): add so many of the later chunks, each as a parameter group; all, as one group,
+        if 0; cut (peer, seconds): messages to it are late; sever (peer, seconds):
         messages in both directions are late; partition (others, seconds): messages between `who` with the
         others and the rest are late; suspect (peer): take a living peer for failed; break (peer, seconds), in
         a network with streams: the connections with the peer end, and are dialed again; join (see `expect`):
@@ -292,7 +293,7 @@ cdef class Job(JobState):
         pause = a.rhythm.pause_s
         if self.checks:
             check_turn(self, i)
-        if a.core.mailbox.fault in (FAULT_GONE, FAULT_FENCED) and not a.gave_up:
+        if a.core.mailbox.fault in (FAULT_GONE, FAULT_FENCED, FAULT_LAYOUT) and not a.gave_up:
             give_up(self, i)
         if a.watches:
             watch(self, i)

@@ -10,6 +10,7 @@ from hvd_adpsgd.engine.core cimport LANES
 from hvd_adpsgd.engine.mailbox cimport Event
 
 NOTHING_LOST = "promise 1 (nothing lost)"
+REPORTS_ERRORS = "promise 7 (reports errors)"
 ONE_DECISION = "promise 8 (one decision)"
 
 

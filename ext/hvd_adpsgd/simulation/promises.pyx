@@ -6,11 +6,11 @@ from libc.stdint cimport int64_t, uintptr_t
 
 import numpy as np
 
-from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION
+from hvd_adpsgd.simulation.ledger import NOTHING_LOST, ONE_DECISION, REPORTS_ERRORS
 
-from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange
+from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange, Generation
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
-from hvd_adpsgd.engine.mailbox cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, NO_STEP, Event, load, store
+from hvd_adpsgd.engine.mailbox cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.pairs cimport mapped
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd.simulation.coverage cimport SILENCE, covered
@@ -32,6 +32,7 @@ cdef int check_turn(JobState job, int i) except -1:
             tell_event(job, i, event)
         if event.kind == EVENT_MERGED and event.peer >= 0:
             job.ledger.merged(i, a.first + event.peer, event)
+            check_tensors(job, i, event)
             check_staleness(job, i, event)
             if job.net.ntorn:
                 check_torn(job, i, event)
@@ -48,6 +49,8 @@ cdef int check_turn(JobState job, int i) except -1:
         check_patience(job, i, a)
     elif e.mailbox.fault == FAULT_FENCED and (i, a.first + e.mailbox.fault_peer) in job.suspected:
         pass                                # the peer has taken it for failed, and reused the memory
+    elif e.mailbox.fault == FAULT_LAYOUT and average_others(e, job.actors[a.first + e.mailbox.fault_peer].core):
+        note_other_tensors(job, i, a.first + e.mailbox.fault_peer)
     elif e.mailbox.fault and not a.gave_up:
         job.fail("no fault", f"engine {i} has latched fault {e.mailbox.fault}, code {e.mailbox.fault_code}, peer "
                   f"{e.mailbox.fault_peer}")
@@ -60,6 +63,41 @@ cdef int check_turn(JobState job, int i) except -1:
         a.decided = e.mean.agreement.number
         check_decision(job, a)
     return 0
+
+
+cdef bint average_others(Core* e, Core* other) noexcept:
+    """Whether two engines have layouts that do not agree."""
+    cdef int64_t k
+    for k in range(min(e.ngenerations, other.ngenerations)):
+        if e.generations[k].fingerprint != other.generations[k].fingerprint:
+            return True
+    return False
+
+
+cdef Generation* first_with(Core* e, int chunk) noexcept:
+    """Return the layout with which an engine has added a chunk."""
+    cdef int64_t k = 0
+    while e.generations[k].nchunks <= chunk:
+        k += 1
+    return &e.generations[k]
+
+
+cdef int check_tensors(JobState job, int i, Event* event) except -1:
+    """Check that both sides of an exchange have added the chunk that one of them has merged with the same group."""
+    cdef int peer = job.actors[i].first + event.peer
+    cdef Core* e = job.actors[i].core
+    cdef Core* other = job.actors[peer].core
+    if event.chunk >= job.nchunks and first_with(e, event.chunk).fingerprint != first_with(other, event.chunk).fingerprint:
+        job.fail(REPORTS_ERRORS, f"engine {i} merges chunk {event.chunk} with engine {peer}, which averages "
+                 "other tensors")
+    return 0
+
+
+cdef void note_other_tensors(JobState job, int i, int peer):
+    """Record that an engine has found another layout: its trainer raises an error."""
+    if not job.actors[i].gave_up:
+        job.note("extend | other tensors found")
+        job.tell(i, f"raises an error: engine {peer} averages other tensors")
 
 
 cdef bint parks(Core* e):
@@ -90,6 +128,7 @@ cdef int check_paired(JobState job, int i, Core* e) except -1:
         peer = job.actors[i].first + x.peer
         asker = &job.actors[peer]
         if (x.phase == RUNNING and not x.active and not asker.dead and not asker.over
+                and asker.core.mailbox.fault != FAULT_LAYOUT
                 and asker.core.membership.states[e.wire.rank] < LEFT and not takes_part(asker.core, e.wire.rank, x.number)
                 and job.asked.get((peer, i)) != x.number):
             job.fail("invariant (both or none)", f"engine {i} serves exchange {x.number} of engine {peer}, "

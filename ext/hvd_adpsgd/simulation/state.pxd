@@ -63,6 +63,7 @@ cdef struct Actor:          # an engine with its trainer
     bint unfit              # the next model offered is not finite
     int64_t meets_at        # the step before which it comes to the admission, where each has its own
     int extend_at           # step at which chunks are added; -1: none
+    int extend_by           # how many, each as a parameter group; 0: all, as one group
     int64_t round_met[2]    # exchanges finished with the peers of the round when it began
     int round_peers[2]      # peers of the round; -1: none
     bint in_round
@@ -159,4 +160,4 @@ cdef class JobState:
     cdef object wide(self)
     cdef object area_for(self, model, int nslots)
     cdef void add_chunks(self, int rank, int first, int last)
-    cdef int lay_out(self, loop, int nchunks, int fingerprint) except -1
+    cdef int lay_out(self, loop, int nchunks, uint64_t fingerprint) except -1

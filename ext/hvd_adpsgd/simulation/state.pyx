@@ -2,7 +2,7 @@
 # Why compiled: every entry of the calendar passes through it.
 """The state of a simulated job that its modules share: engines with trainers, calendar, record of the run."""
 
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 import numpy as np
 
@@ -66,6 +66,6 @@ cdef class JobState:
             if self.followers[rank] is not None:
                 self.followers[rank].add_chunk(0, *at, mirror.shape[1], self.dtype)
 
-    cdef int lay_out(self, loop, int nchunks, int fingerprint) except -1:
+    cdef int lay_out(self, loop, int nchunks, uint64_t fingerprint) except -1:
         loop.extend(nchunks, fingerprint, [c for c in range(nchunks) if c in self.rare], self.rare_period)
         return 0

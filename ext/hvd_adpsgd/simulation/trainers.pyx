@@ -6,7 +6,7 @@ from libc.stdint cimport int64_t
 
 import numpy as np
 
-from hvd_adpsgd.engine.core cimport Core
+from hvd_adpsgd.engine.core cimport Core, generation
 from hvd_adpsgd.engine.membership cimport LEFT
 from hvd_adpsgd.engine.mailbox cimport load, load_count
 from hvd_adpsgd.engine.store cimport Memory, Store, chunk_at
@@ -111,18 +111,21 @@ cdef void end_step(JobState job, int i):
     """End a step: update the model, apply corrections, offer the model, and begin a round if one is due."""
     cdef Actor* a = &job.actors[i]
     cdef bint fit = True
+    cdef int first
     if a.settling:
         settle(job, i)
         return
     update(job, i)
+    first = len(job.stores[i])
     if a.extend_at == a.step:
-        job.add_chunks(i, job.nchunks, job.nchunks + job.later)
+        job.add_chunks(i, first, last_added(job, a))
     absorb(job, i, a.step, job.every)
     check_mirror(job, i)
     if job.local is not None:
         job.local.after_corrections(a.process)
     if a.extend_at == a.step:
-        job.lay_out(job.loops[i], len(job.stores[i]), 18)
+        lay_out_groups(job, i, first)
+        a.extend_at = -1
     if a.unfit:
         a.unfit = False
         job.areas[i][0][0, 0] = np.nan          # in the mirror, until the next step
@@ -132,6 +135,22 @@ cdef void end_step(JobState job, int i):
     a.step += 1
     if a.doing == STEP:
         begin_step_later(job, i)
+
+
+cdef int lay_out_groups(JobState job, int i, int first) except -1:
+    """Lay out the chunks from `first` on; the fingerprint of a layout is one of all that it holds."""
+    cdef Actor* a = &job.actors[i]
+    cdef int total = len(job.stores[i]), each = 1 if a.extend_by else total - first
+    while first < total:
+        first += each
+        job.lay_out(job.loops[i], first, 31 * generation(a.core).fingerprint + a.extend_by + 1)
+    return 0
+
+
+cdef int last_added(JobState job, Actor* a):
+    """Return the number of chunks after an extension."""
+    cdef int most = job.nchunks + job.later
+    return min(most, a.core.memory.nchunks + a.extend_by) if a.extend_by else most
 
 
 cdef void offer(JobState job, int i, bint fit):
