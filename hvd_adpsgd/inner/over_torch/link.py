@@ -19,7 +19,10 @@ _INTRODUCTION_NBYTES = 1024  # and its length
 
 
 class Link:
-    """A connection to one learner. `send` and `receive` may be used by one thread each.
+    """A connection to one learner, for one thread.
+
+    Nothing waits until the other learner receives: it may be about to send to this one. What the connection
+    does not take at once is sent by later calls of `push`.
 
     Attributes:
         longest: bytes of the longest message that is received; after a longer one the link has ended.
@@ -28,6 +31,7 @@ class Link:
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._received, self.longest = connection, bytearray(), _LONGEST
+        self._unsent = bytearray()
 
     def fileno(self) -> int:
         """Return the descriptor, for a selector."""
@@ -36,9 +40,23 @@ class Link:
     def send(self, message: Any) -> None:
         """Send a message; an error of the connection is left to `receive`, which sees its end."""
         data = json.dumps(message).encode()
+        self._unsent += len(data).to_bytes(4, "big") + data
+        self.push()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether `push` has more to send, as soon as the connection takes it."""
+        return bool(self._unsent)
+
+    def push(self) -> None:
+        """Send as much as the connection takes at once."""
         try:
-            self._socket.sendall(len(data).to_bytes(4, "big") + data)
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            return
         except OSError:
+            self._unsent.clear()
             self._shut()
 
     def receive(self) -> list[Any]:

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.errors import LearnerFailedError
+
 __all__ = [
     "Adasum",
     "Average",
     "HorovodInternalError",
+    "LearnerEndedError",
     "Max",
     "Min",
     "ProcessSet",
@@ -41,6 +44,10 @@ except ImportError:
 
     class HorovodInternalError(RuntimeError):  # type: ignore[no-redef]
         """An operation inside the super learner failed: a learner ended, or the learners' calls differ."""
+
+
+class LearnerEndedError(LearnerFailedError, HorovodInternalError):
+    """An operation waits for a learner of the super learner that has ended or called shutdown()."""
 
 
 class ProcessSet:

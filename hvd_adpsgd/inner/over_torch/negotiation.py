@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_adpsgd.inner.over_torch.link import Link
-from hvd_adpsgd.inner.over_torch.names import HorovodInternalError
+from hvd_adpsgd.inner.over_torch.names import HorovodInternalError, LearnerEndedError
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision, Order, Request
 from hvd_adpsgd.inner.over_torch.transfers import Transfers, Work
@@ -22,12 +22,12 @@ __all__ = ["Negotiation"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_STALL_S = 60.0  # as Horovod's stall check
+_STALL_S, _STALL_LOOK_S = 60.0, 15.0  # as Horovod's stall check; between two looks for what stalls
 
 # Messages, each a JSON list that begins with one of these words:
 #   ask     to learner 0    an announcement
 #   run     from learner 0  what all run next
-#   stop    both ways       a learner calls shutdown(), so no more operations run
+#   stop    both ways       a learner calls shutdown(), so no more operations run; from learner 0 its rank
 #   broken  to learner 0    an operation failed on this learner
 #   failed  from learner 0  the rank of a learner that has ended or on which an operation failed, and which
 #   ended   to learner 0    this learner runs nothing any more
@@ -65,11 +65,13 @@ class Negotiation:
         self._batches: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
         self._undone = 0  # batches that are decided and not run; guarded by _lock
         self._decided: list[Pending] = []  # of these batches; guarded by _lock
-        self._over = ""  # why no operation runs any more; guarded by _lock
+        # why no operation runs any more; guarded by _lock
+        self._over: HorovodInternalError | None = None
         self._failed = False  # a learner has ended, or an operation has failed: nothing more is run
         self._has_run = self._has_said = False  # nothing runs any more; the others know
         self._awaited = set(links)  # learners that have not said "ended"
         self._told: dict[str, float] = {}  # when an operation that waits was first seen
+        self._look = 0.0  # when to look again for operations that stall, of time.monotonic
         self._awake, self._bell = socket.socketpair()
         for end in (self._awake, self._bell):
             end.setblocking(False)
@@ -90,8 +92,8 @@ class Negotiation:
         """
         name = pending.request.name
         with self._lock:
-            if self._over:
-                raise HorovodInternalError(self._over)
+            if self._over is not None:
+                raise type(self._over)(*self._over.args)
             if name in self._pending:
                 raise HorovodInternalError(
                     f"{pending.request.kind} {name!r}: an operation of this name is pending. Wait for it "
@@ -122,11 +124,11 @@ class Negotiation:
     # ---- the thread that agrees ---------------------------------------------------------------------
 
     def _agree(self) -> None:
-        why = "Horovod has been shut down."
+        why = HorovodInternalError("Horovod has been shut down.")
         try:
             self._agree_until_closed()
         except Exception as error:  # none is expected; without this, learners would wait for ever
-            why = f"the super learner's agreement failed: {error!r}"
+            why = HorovodInternalError(f"the super learner's agreement failed: {error!r}")
             self._batches.put(None)
         self._fail(why, decided_too=True)
         self.close()
@@ -138,10 +140,17 @@ class Negotiation:
             for rank, link in self._links.items():
                 ready.register(link, selectors.EVENT_READ, rank)
             while not self._is_closed:
-                for key, _ in ready.select(_STALL_S / 4):
+                for rank, link in self._links.items():
+                    if link.fileno() in ready.get_map():
+                        writes = selectors.EVENT_WRITE if link.is_sending else 0
+                        ready.modify(link, selectors.EVENT_READ | writes, rank)
+                for key, events in ready.select(_STALL_LOOK_S):
                     if key.data is None:
                         self._take_own()
-                    else:
+                        continue
+                    if events & selectors.EVENT_WRITE:
+                        self._links[key.data].push()
+                    if events & selectors.EVENT_READ:
                         self._take_from(key.data, ready)
                 if self._rank == 0:
                     self._decide()
@@ -152,7 +161,8 @@ class Negotiation:
 
     @property
     def _is_closed(self) -> bool:
-        return self._has_said and not self._awaited
+        sends = any(link.is_sending for link in self._links.values())
+        return self._has_said and not self._awaited and not sends
 
     def _take_own(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -181,10 +191,10 @@ class Negotiation:
             self._send(message)
         elif word == "ask":
             self._order.ask(rank, Request(*rest))
-        elif word == "stop" and not self._over:
+        elif word == "stop" and self._over is None:
             if self._rank == 0:
-                self._send(["stop"])
-            self._end("Horovod has been shut down.", decided_too=False)
+                self._send(["stop", rank])
+            self._end(self._stopped_by(rest[0] if rest else rank), decided_too=False)
         elif word == "run":
             self._start([Decision(Request(*request), *more) for request, *more in rest[0]])
         elif word == "broken":
@@ -197,6 +207,16 @@ class Negotiation:
                 self._say_ended()
         elif word == "close":
             self._awaited.clear()
+
+    def _stopped_by(self, rank: int) -> HorovodInternalError:
+        if rank == self._rank:
+            return HorovodInternalError("Horovod has been shut down.")
+        return LearnerEndedError(
+            f"Horovod has been shut down by learner {rank} of the super learner: its script has ended or "
+            f"failed, or it called hvd.shutdown(), and learner {self._rank} waits for it in an operation. "
+            "Make the same number of steps on all learners of a super learner; or call hvd.join() after the "
+            "last step, if this library averages the gradients."
+        )
 
     def _lost(self, rank: int) -> None:
         """Note that the connection with a learner has ended."""
@@ -212,13 +232,13 @@ class Negotiation:
 
     def _end_without(self, rank: int, why: str) -> None:
         self._failed = True
-        self._end(why, decided_too=True)
+        self._end(LearnerEndedError(why), decided_too=True)
         self._transfers.abort()
         self._interrupt()
 
-    def _end(self, why: str, decided_too: bool) -> None:
+    def _end(self, why: HorovodInternalError, decided_too: bool) -> None:
         """Begin to end: fail what is pending, decide nothing new; what is decided runs if all are alive."""
-        ends = not self._over
+        ends = self._over is None
         self._fail(why, decided_too)
         if ends:
             self._batches.put(None)
@@ -230,20 +250,20 @@ class Negotiation:
         elif not self._awaited:
             self._send(["close"])
 
-    def _fail(self, why: str, decided_too: bool) -> None:
+    def _fail(self, why: HorovodInternalError, decided_too: bool) -> None:
         with self._lock:
             self._over = self._over or why
             pendings = [*self._pending.values(), *(self._decided if decided_too else ())]
             self._pending = {}
         for pending in pendings:
-            pending.fail(HorovodInternalError(why))
+            pending.fail(why)
 
     def _send(self, message: list[Any]) -> None:
         for link in self._links.values():
             link.send(message)
 
     def _decide(self) -> None:
-        if self._undone or self._over:
+        if self._undone or self._over is not None:
             return
         decided = self._order.decide()
         if decided:
@@ -261,6 +281,9 @@ class Negotiation:
     def _tell_stalled(self) -> None:
         """Warn of an operation for which some learners have waited a minute; Horovod does, too."""
         now = time.monotonic()
+        if now < self._look:
+            return
+        self._look = now + _STALL_LOOK_S
         waiting = dict(self._order.waiting())
         self._told = {name: self._told.get(name, now) for name in waiting}
         for name, since in self._told.items():

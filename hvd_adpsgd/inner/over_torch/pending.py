@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_adpsgd.inner.over_torch.names import HorovodInternalError
+from hvd_adpsgd.inner.over_torch.names import HorovodInternalError, LearnerEndedError
 from hvd_adpsgd.inner.over_torch.requests import Request
 
 __all__ = ["Handles", "Pending"]
@@ -57,11 +57,13 @@ class Pending:
         """Wait for the result and return it.
 
         Raises:
-            HorovodInternalError: if the operation failed.
+            HorovodInternalError: if the operation failed; LearnerEndedError if a learner has ended.
         """
         self._over.wait()
         if self._error is not None:
-            raise HorovodInternalError(str(self._error)) from self._error
+            ended = isinstance(self._error, LearnerEndedError)
+            kind = LearnerEndedError if ended else HorovodInternalError
+            raise kind(str(self._error)) from self._error
         # a list of tensors, or alltoall's pair of tensor and sizes
         for tensor in self.result if isinstance(self.result, (list, tuple)) else [self.result]:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:

@@ -7,6 +7,7 @@ join() counts as having announced every allreduce, with zeros. This module has n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -52,21 +53,34 @@ class Order:
     def __init__(self, size: int):
         self._size = size
         self._asked: dict[str, dict[int, Request]] = {}
+        self._first: dict[
+            str, int
+        ] = {}  # numbers of these names, in the order of first announcements
+        self._numbers = itertools.count()
+        self._complete: set[str] = set()  # names that every learner has announced, or is in join()
         self._joined: list[int] = []  # ranks, in the order of their calls of join()
 
     def ask(self, rank: int, request: Request) -> None:
         """Record that learner `rank` announces an operation."""
         if request.kind == JOIN:
             self._joined.append(rank)
+            for name in self._asked:
+                self._count(name)
         else:
-            self._asked.setdefault(request.name, {})[rank] = request
+            if request.name not in self._asked:
+                self._asked[request.name], self._first[request.name] = {}, next(self._numbers)
+            self._asked[request.name][rank] = request
+            self._count(request.name)
+
+    def _count(self, name: str) -> None:
+        asked = self._asked[name]
+        if len(asked) + len(set(self._joined).difference(asked)) == self._size:
+            self._complete.add(name)
 
     def decide(self) -> list[Decision]:
         """Return the operations that every learner has announced, and forget them."""
-        everyone = set(range(self._size))
-        complete = [
-            name for name, asked in self._asked.items() if everyone <= {*asked, *self._joined}
-        ]
+        complete = sorted(self._complete, key=self._first.pop)
+        self._complete.clear()
         decided = [self._decision(self._asked.pop(name)) for name in complete]
         if len(self._joined) == self._size:
             last = Request(JOIN, JOIN, self._joined[-1], None)

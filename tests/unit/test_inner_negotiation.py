@@ -1,0 +1,102 @@
+"""Learners of a super learner over torch.distributed that agree on operations, in one process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_adpsgd.errors import LearnerFailedError
+from hvd_adpsgd.inner.over_torch.link import Link
+from hvd_adpsgd.inner.over_torch.names import HorovodInternalError
+from hvd_adpsgd.inner.over_torch.negotiation import Negotiation
+from hvd_adpsgd.inner.over_torch.pending import Pending
+from hvd_adpsgd.inner.over_torch.requests import Request
+from hvd_adpsgd.lifecycle.threads import in_thread
+
+LONGEST_S = 60.0  # of what takes milliseconds
+
+
+def linked() -> tuple[Link, Link]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return Link(one), Link(server.accept()[0])
+
+
+@pytest.fixture
+def learners() -> Iterator[list[Negotiation]]:
+    """Three learners, whose operations run at once and do nothing."""
+    links: list[dict[int, Link]] = [{}, {}, {}]
+    for rank in (1, 2):
+        links[0][rank], links[rank][0] = linked()
+
+    def run(works: Any) -> str:
+        for _, pending in works:
+            pending.succeed(None)
+        return ""
+
+    transfers: Any = SimpleNamespace(run=run, abort=lambda: None)
+    made = [Negotiation(rank, 3, links[rank], transfers, lambda: None) for rank in range(3)]
+    yield made
+    stopping = [in_thread("stop", each.stop) for each in made]
+    for each in stopping:
+        each.result(LONGEST_S)
+
+
+def announced(negotiation: Negotiation, name: str, own: Any = None) -> Pending:
+    pending = Pending(Request(name, "allreduce", [], own), (), True)
+    negotiation.begin(pending)
+    return pending
+
+
+def test_both_ends_send_more_than_the_connection_takes_before_either_receives() -> None:
+    """A blocking send waits until the other end receives, which waits in its own send."""
+    ends = linked()
+    message = "x" * 2**24
+
+    def talk() -> list[str]:
+        for end in ends:
+            end.send(message)
+        assert all(end.is_sending for end in ends), "a larger message is needed"
+        received: list[list[str]] = [[], []]
+        while not all(received):
+            for end, its in zip(ends, received, strict=True):
+                end.push()
+                its += [] if its else end.receive()
+        return [*received[0], *received[1]]
+
+    assert in_thread("talk", talk).result(LONGEST_S) == [message] * 2
+    for end in ends:
+        end.close()
+
+
+def test_long_announcements_pass_each_other(learners: list[Negotiation]) -> None:
+    long = "x" * 2**22
+    pendings = [announced(one, f"{i}", long) for i in range(3) for one in learners]
+    for pending in pendings:
+        in_thread("wait", pending.wait).result(LONGEST_S)
+
+
+@pytest.mark.parametrize("stops", [1, 2])
+def test_who_has_shut_down_is_named_on_all_that_wait(
+    learners: list[Negotiation], stops: int
+) -> None:
+    waiting = [rank for rank in range(3) if rank != stops]
+    pendings = [announced(learners[rank], "a") for rank in waiting]
+    stopping = in_thread("stop", learners[stops].stop)
+    for rank, pending in zip(waiting, pendings, strict=True):
+        with pytest.raises(LearnerFailedError) as caught:
+            in_thread("wait", pending.wait).result(LONGEST_S)
+        assert isinstance(caught.value, HorovodInternalError)
+        for words in (
+            f"by learner {stops} of the super learner",
+            f"learner {rank} waits",
+            "join()",
+        ):
+            assert words in str(caught.value)
+        with pytest.raises(LearnerFailedError, match=f"by learner {stops} "):
+            announced(learners[rank], "b")
+    stopping.result(LONGEST_S)
