@@ -9,7 +9,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 PIP    := $(PY) -m pip --disable-pip-version-check
-TORCH  ?= $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
+PINNED := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.txt)
 LOCK   := $(if $(shell command -v flock),exec 9>.venv.lock; flock -n 9 || { echo "== waiting for another make"; flock 9; };)
 QUIET  := $(if $(MAKE_TERMOUT),,--quiet)
 WORKERS ?= 2
@@ -31,7 +31,10 @@ help:  ## this list
 	@echo
 	@echo "  PYTHON=python3.12     another interpreter (3.11 or newer)"
 	@echo "  TORCH='torch==2.13.0 --index-url URL'"
-	@echo "                        another build of torch, for instance CPU only, when .venv is made"
+	@echo "                        another build of torch, for instance CPU only"
+	@echo "  HOROVOD_GPU_OPERATIONS=NCCL, CC, CFLAGS, LDFLAGS, MPICC"
+	@echo "                        for Horovod, and for the extension; a new value builds again,"
+	@echo "                        without one the last value holds"
 	@echo "  ARGS='tests/unit -x'  arguments for pytest, the demo or the benchmark"
 
 venv: $(STAMPS)/extension $(STAMPS)/ready  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
@@ -166,16 +169,31 @@ $(STAMPS)/created:
 	@$(LOCK) $(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/packages: requirements.txt requirements-dev.txt | $(STAMPS)/created
-	@echo "== venv: installing $(TORCH)"
-	@$(LOCK) $(PIP) install $(QUIET) $(TORCH)
+# Variables of the environment that change a build: the file NAME.given has their last values, and a later
+# make without them builds with these. pip takes one build of a version of torch for another, hence uninstall.
+define given
+$(STAMPS)/$(1).given: FORCE | $(STAMPS)/created
+	@{ env | grep -E '^($(2))=' | sort | while IFS= read -r one; do \
+	  printf 'export %s=%q\n' "$$$${one%%=*}" "$$$${one#*=}"; done; } >$$@.new || true
+	@if [ -s $$@.new ] && ! cmp -s $$@.new $$@; then mv $$@.new $$@; \
+	  else rm $$@.new; [ -e $$@ ] || touch -d @0 $$@; fi
+endef
+FORCE:
+$(eval $(call given,torch,TORCH))
+$(eval $(call given,horovod,HOROVOD_(GPU|CUDA_|NCCL_|ROCM_|BUILD_)[A-Z_]*))
+$(eval $(call given,extension,CC|CFLAGS|CPPFLAGS|LDFLAGS|MPICC))
+
+$(STAMPS)/packages: requirements.txt requirements-dev.txt $(STAMPS)/torch.given | $(STAMPS)/created
+	@echo "== venv: installing torch"
+	@[ ! $(STAMPS)/torch.given -nt $@ ] || $(PIP) uninstall --quiet --yes torch
+	@$(LOCK) . $(STAMPS)/torch.given; $(PIP) install $(QUIET) $${TORCH:-$(PINNED)}
 	@echo "== venv: installing requirements.txt and requirements-dev.txt"
 	@$(LOCK) $(PIP) install $(QUIET) -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
-$(STAMPS)/horovod: hvd_adpsgd/tools/build_horovod.py $(STAMPS)/packages
+$(STAMPS)/horovod: hvd_adpsgd/tools/build_horovod.py $(STAMPS)/horovod.given $(STAMPS)/packages
 	@echo "== venv: Horovod for this torch and this MPI"
-	@$(LOCK) $(PY) hvd_adpsgd/tools/build_horovod.py
+	@$(LOCK) . $(STAMPS)/horovod.given; $(PY) hvd_adpsgd/tools/build_horovod.py
 	@touch $@
 
 $(STAMPS)/editable: pyproject.toml $(STAMPS)/packages
@@ -183,9 +201,9 @@ $(STAMPS)/editable: pyproject.toml $(STAMPS)/packages
 	@$(LOCK) $(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(STAMPS)/extension: $(EXT_SOURCES) $(STAMPS)/editable | $(STAMPS)/horovod
+$(STAMPS)/extension: $(EXT_SOURCES) $(STAMPS)/extension.given $(STAMPS)/editable | $(STAMPS)/horovod
 	@echo "== build: compiling what changed in ext/"
-	@$(LOCK) $(PY) setup.py --quiet build_ext --inplace
+	@$(LOCK) . $(STAMPS)/extension.given; $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
 $(STAMPS)/ready: | $(STAMPS)/extension

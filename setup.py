@@ -145,6 +145,10 @@ class BuildExtensions(build_ext):
 
     def build_extensions(self) -> None:
         self.compiler.linker_so = outside(self.compiler.linker_so)  # of how Python itself was built
+        how = self.how()
+        noted = Path(self.build_temp, "how.txt")
+        # setuptools compares times of sources only
+        self.force = self.force or (noted.exists() and noted.read_text() != how)
         sources = sorted(str(path) for path in C_DIR.glob("*.c"))
         objects = self.compiler.compile(
             sources,
@@ -155,6 +159,15 @@ class BuildExtensions(build_ext):
         for extension in self.extensions:
             extension.extra_objects += objects
         super().build_extensions()
+        noted.write_text(how)
+
+    def how(self) -> str:
+        """Commands and flags of this build, which is made anew if they change."""
+        each = [
+            (e.name, e.include_dirs, e.extra_compile_args, e.extra_link_args, e.define_macros)
+            for e in self.extensions
+        ]
+        return repr((self.compiler.compiler_so, self.compiler.linker_so, each))
 
     @staticmethod
     def remove_others(built: Path) -> None:

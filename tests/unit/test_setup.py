@@ -73,6 +73,26 @@ def test_pip_install_in_another_environment(tree, tmp_path):
     assert not any(path.suffix in (".pyx", ".c") for path in there)
 
 
+def test_other_flags_compile_a_module_again(tmp_path):
+    """setuptools compares times of sources only; here with a module of one line."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for folder in ("ext/c", "ext/hvd_adpsgd/part", "hvd_adpsgd/part"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "ext/c/some.c").write_text("int adpsgd_some;\n")
+    (tmp_path / "ext/hvd_adpsgd/part/tiny.pyx").write_text(
+        "# cython: language_level=3\nVALUE = 1\n"
+    )
+    found = []
+    for flags in ("-DONE", "-DONE", "-g"):
+        command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+        built = run(*command, cwd=tmp_path, CFLAGS=flags)
+        assert built.returncode == 0, built.stderr
+        (module,) = (tmp_path / "hvd_adpsgd" / "part").glob("tiny.*.so")
+        found.append((module.stat().st_mtime_ns, module.stat().st_size))
+    assert found[0] == found[1]
+    assert found[1][1] < found[2][1], "with debugging information"
+
+
 def test_there_are_extensions():
     assert {"hvd_adpsgd.engine.kernels", "hvd_adpsgd.engine.loop"} <= set(EXTENSIONS)
 

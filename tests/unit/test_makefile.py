@@ -1,0 +1,97 @@
+"""A build is made again if a variable that changes it has another value, and only then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GIVEN = (
+    "CC",
+    "CFLAGS",
+    "CPPFLAGS",
+    "LDFLAGS",
+    "MPICC",
+    "TORCH",
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKELEVEL",
+)
+
+# In place of the environment's Python: notes what it is called for, and with which variables.
+PYTHON = """#!/bin/sh
+echo "$* | $HOROVOD_GPU_OPERATIONS | $CFLAGS" >>called
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What the set-up reads, with an environment whose Python only takes notes."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("hvd_adpsgd/tools/build_horovod.py", "setup.py", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (tmp_path / ".venv" / ".stamps").mkdir()
+    (tmp_path / ".venv" / ".stamps" / "created").touch()
+    return tmp_path
+
+
+def venv(tree: Path, **variables: str) -> list[str]:
+    """`make venv`: what it has called the environment's Python for, in short."""
+    outer = {k: v for k, v in os.environ.items() if k not in GIVEN and k[:7] != "HOROVOD"}
+    done = subprocess.run(
+        ["make", "venv"], cwd=tree, env={**outer, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    called = tree / "called"
+    lines = called.read_text().splitlines() if called.exists() else []
+    called.unlink(missing_ok=True)
+    return [line.replace("-m pip --disable-pip-version-check ", "") for line in lines]
+
+
+HOROVOD, EXTENSION = "hvd_adpsgd/tools/build_horovod.py", "setup.py --quiet build_ext --inplace"
+
+
+def test_a_set_up_without_variables_is_made_once(tree: Path) -> None:
+    first = venv(tree)
+    assert f"{HOROVOD} |  | " in first and f"{EXTENSION} |  | " in first
+    assert any(line.startswith("install --quiet torch==") for line in first)
+    assert venv(tree) == []
+
+
+def test_horovod_is_built_again_for_gpus_and_stays_so(tree: Path) -> None:
+    venv(tree)
+    assert venv(tree, HOROVOD_GPU_OPERATIONS="NCCL") == [f"{HOROVOD} | NCCL | "]
+    assert venv(tree, HOROVOD_GPU_OPERATIONS="NCCL") == []
+    assert venv(tree) == [], "another shell"
+    (tree / ".venv" / ".stamps" / "horovod").unlink()
+    assert venv(tree)[0] == f"{HOROVOD} | NCCL | "
+
+
+def test_the_extension_is_compiled_with_new_flags(tree: Path) -> None:
+    venv(tree)
+    assert venv(tree, CFLAGS="-g -O0") == [f"{EXTENSION} |  | -g -O0"]
+    assert venv(tree) == []
+    (tree / ".venv" / ".stamps" / "extension").unlink()
+    assert venv(tree) == [f"{EXTENSION} |  | -g -O0"]
+
+
+def test_another_torch_is_installed_and_horovod_built_for_it(tree: Path) -> None:
+    venv(tree)
+    again = venv(tree, TORCH="torch==2.13.0 --index-url https://example.org/cpu")
+    assert again[:2] == [
+        "uninstall --quiet --yes torch |  | ",
+        "install --quiet torch==2.13.0 --index-url https://example.org/cpu |  | ",
+    ]
+    assert f"{HOROVOD} |  | " in again
+    assert venv(tree) == []
