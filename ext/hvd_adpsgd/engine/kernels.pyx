@@ -24,7 +24,9 @@ cdef int64_t elements(const unsigned char[::1] buffer, int dtype) except -1:
 
 
 cdef const void* pointer(const unsigned char[::1] buffer) noexcept:
-    return NULL if buffer is None or buffer.shape[0] == 0 else <const void*>&buffer[0]
+    if buffer is None or buffer.shape[0] == 0:
+        return NULL
+    return <const void*>&buffer[0]
 
 
 cdef int64_t slot_elements(const unsigned char[::1] buffer, int dtype) except -1:

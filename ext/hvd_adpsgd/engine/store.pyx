@@ -666,10 +666,12 @@ cdef class Store:
             runs[i].m = &self.memory
             runs[i].spans = <const Span*>&spans[starts[i], 0]
             runs[i].nspans = (starts[i + 1] if i + 1 < count else n) - starts[i]
-            runs[i].tensors = NULL if tensors is None else &tensors[0]
+            if tensors is not None:
+                runs[i].tensors = &tensors[0]
             runs[i].published, runs[i].step = published, step
             runs[i].every, runs[i].checked, runs[i].turn = every, checked, turn
-            runs[i].wanted = NULL if wanted is None else &wanted[0]
+            if wanted is not None:
+                runs[i].wanted = &wanted[0]
         with nogil:
             absorb_runs(runs, count)
         for i in range(count):
