@@ -8,6 +8,10 @@ decides which peers have failed; this thread notifies it which hosts refuse a co
 
 Connections from strangers cost little: at most 64 are unproven at once, and one more closes the oldest; each
 has 5 seconds for its proof, and at most 130 bytes of it are read.
+
+A child that the script forks (a worker that loads data) gets copies of all sockets, and a copy keeps the
+connection of a parent that was killed: its peers would believe that it lives. So the child closes them. A
+socket is made, and handed to the engine, under a lock that fork waits for, so that the child knows it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import errno
 import functools
 import logging
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -57,6 +62,7 @@ _TEND_S = 1.0
 # seconds before the next write to a pipe that is full because the engine has not read it
 _PIPE_S = 0.01
 _NO_DESCRIPTOR_S = 0.2  # seconds before the next accept when no file descriptor is left
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _FLUSH_S = 0.5  # longest time that close() spends on messages not sent yet
 _NEWS = struct.Struct("=iii")
 _RANK = struct.Struct("=i")
@@ -109,13 +115,20 @@ class Connections:
         self._incarnation = secrets.randbits(64)
         self._addresses: list[_Address | None] = []
         self._listener: socket.socket | None = None
+        # those in a handshake; descriptors that were handed to the engine, with the inodes of their sockets
+        self._shaking: set[socket.socket] = set()
+        self._handed: dict[int, int] = {}
+        self._is_short = False  # whether it was logged that file descriptors are missing
         # handshakes on accepted connections, oldest first
         self._unproven: dict[asyncio.Task[Any], None] = {}
         # by rank of the peer: the running attempt to connect, and when this end last opened a connection
         self._dialing: dict[int, asyncio.Task[None]] = {}
         self._dialed: dict[int, float] = {}
         self._ready = threading.Event()
-        self._broken: OSError | None = None  # the error that has ended this object's thread
+        self._closing = threading.Event()
+        self._broken: Exception | None = (
+            None  # the error for which this object's thread has not started
+        )
         self._stop: Callable[[], object] = bool
         self._thread: threading.Thread | None = None
         self._pipes: list[int] = []
@@ -226,24 +239,35 @@ class Connections:
     # ---- the thread ----------------------------------------------------------------------
 
     def _main(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except OSError as error:
-            self._broken = error
-        finally:
-            self._ready.set()
+        while not self._closing.is_set():
+            try:
+                asyncio.run(self._serve())
+            except Exception as error:
+                if not self._ready.is_set():
+                    self._broken = error
+                    self._ready.set()
+                    return
+                # else the kernel would accept peers' connections, and this end count as living, for ever
+                log.warning(
+                    "%s %d: the thread that opens connections to peers has failed (%r), and begins anew. "
+                    "Restart this %s if that repeats.",
+                    *(self._kind, self._rank, error, self._kind),
+                )
+                self._closing.wait(_AGAIN_LAST_S)
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_report)
-        accepting = loop.create_task(self._accept())
+        loop, serving = asyncio.get_running_loop(), asyncio.current_task()
+        assert serving is not None
+        self._stop = functools.partial(loop.call_soon_threadsafe, serving.cancel)
+        if self._closing.is_set():
+            return
+        self._dialing.clear()  # the engine repeats what it has asked for
         loop.add_reader(self._dials_out, self._take_dials)
-        self._stop = functools.partial(loop.call_soon_threadsafe, accepting.cancel)
-        tending = loop.create_task(self._keep_tending())
         self._ready.set()
         with contextlib.suppress(asyncio.CancelledError):
-            await accepting
-        tending.cancel()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_tending())
+                await self._accept()
 
     async def _keep_tending(self) -> None:
         while self._tend is not None:
@@ -252,7 +276,7 @@ class Connections:
 
     async def _tell(self, kind: int, peer: int, connection: socket.socket | None = None) -> None:
         """Write to the engine's pipe a connection whose handshake is complete, or event `kind` of `peer`."""
-        handle = -1 if connection is None else connection.detach()
+        handle = -1 if connection is None else self._hand(connection)
         record = _NEWS.pack(kind, peer, handle)
         try:
             while not _is_written(self._news_in, record):
@@ -262,16 +286,55 @@ class Connections:
                 os.close(handle)
             raise
 
+    # ---- sockets -------------------------------------------------------------------------
+
+    def _shake(self, make: Callable[[], socket.socket]) -> socket.socket:
+        """Return a new non-blocking socket, which a forked child closes."""
+        with _forks:
+            connection = make()
+            self._shaking.add(connection)
+        connection.setblocking(False)
+        return connection
+
+    def _hand(self, connection: socket.socket) -> int:
+        """Return the descriptor of a socket that the engine is to own."""
+        with _forks:
+            inode = os.fstat(connection.fileno()).st_ino
+            handle = connection.detach()
+            self._handed[handle] = inode
+        self._shaking.discard(connection)
+        return handle
+
+    def _drop(self, connection: socket.socket) -> None:
+        connection.close()
+        self._shaking.discard(connection)
+
+    def _note(self, error: OSError) -> None:
+        """Log once that no socket can be made, because of a limit of the process or the machine."""
+        if error.errno not in _NO_DESCRIPTOR or self._is_short:
+            return
+        self._is_short = True
+        log.warning(
+            "%s %d cannot open connections to peers: %s (limit of open files: %d). It averages only with "
+            "peers to which it has connections, and tries again. Raise the limit: ulimit -n.",
+            *(self._kind, self._rank, os.strerror(error.errno)),
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
+
     # ---- accepting -----------------------------------------------------------------------
 
     async def _accept(self) -> None:
-        loop, listener = asyncio.get_running_loop(), self._listener
+        listener = self._listener
         assert listener is not None
         while True:
+            await _readable(listener)
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection = self._shake(lambda: listener.accept()[0])
+            except BlockingIOError:
+                continue
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                self._note(error)
+                if error.errno in _NO_DESCRIPTOR:
                     await asyncio.sleep(_NO_DESCRIPTOR_S)
                 continue
             # let handshakes read first: one whose Hello names both engines is no longer counted as unproven
@@ -282,32 +345,37 @@ class Connections:
                 oldest.cancel()
             task = asyncio.create_task(self._welcome(connection))
             self._unproven[task] = None
-            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+            task.add_done_callback(functools.partial(self._end_welcome, connection))
+
+    def _end_welcome(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._unproven.pop(task, None)
+        self._drop(connection)
 
     async def _welcome(self, connection: socket.socket) -> None:
-        """Hand an accepted connection to the engine if its other end belongs to the job; else close it."""
+        """Hand a copy of an accepted connection to the engine if its other end belongs to the job."""
         loop = asyncio.get_running_loop()
-        with connection:
-            try:
-                async with asyncio.timeout(_HANDSHAKE_S):
-                    hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
-                    task = asyncio.current_task()
-                    if task is not None:  # a stranger cannot know the engines' incarnations
-                        self._unproven.pop(task, None)
-                    reply = hello.reply(self._secret)
-                    await loop.sock_sendall(connection, reply)
-                    hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))
-            except (NotAMember, OSError, TimeoutError) as error:
-                log.debug("a connection was refused: %s", error)
-                if isinstance(error, Refused):
-                    with contextlib.suppress(OSError):
-                        connection.send(error.pack())
-                return
-            with contextlib.suppress(OSError):
-                # before WELCOME is sent: the engine must know the connection before the peer uses it
-                _prepare(connection, self._config.failure_timeout_s)
-                await self._tell(TcpWire.ACCEPTED, hello.caller, connection.dup())
-                await loop.sock_sendall(connection, WELCOME)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                hello = self._checked(Hello.parse(await _read(connection, HELLO_NBYTES)))
+                task = asyncio.current_task()
+                if task is not None:  # a stranger cannot know the engines' incarnations
+                    self._unproven.pop(task, None)
+                reply = hello.reply(self._secret)
+                await loop.sock_sendall(connection, reply)
+                hello.check(self._secret, reply, await _read(connection, PROOF_NBYTES))
+        except (NotAMember, OSError, TimeoutError) as error:
+            log.debug("a connection was refused: %s", error)
+            if isinstance(error, Refused):
+                with contextlib.suppress(OSError):
+                    connection.send(error.pack())
+            return
+        try:
+            # before WELCOME is sent: the engine must know the connection before the peer uses it
+            _prepare(connection, self._config.failure_timeout_s)
+            await self._tell(TcpWire.ACCEPTED, hello.caller, self._shake(connection.dup))
+            await loop.sock_sendall(connection, WELCOME)
+        except OSError as error:
+            self._note(error)
 
     def _checked(self, hello: Hello) -> Hello:
         """Return the Hello if it is from an engine of the job and for this engine; else raise Refused."""
@@ -349,7 +417,7 @@ class Connections:
         while time.monotonic() < ends:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
-                    connection = await _connect(address)
+                    connection = await self._connect(address)
             except ConnectionRefusedError:
                 # No socket listens there any more: the process has ended. A host that is only busy drops a
                 # SYN for which it has no room, and sends no reset. A firewall that rejects looks
@@ -357,6 +425,7 @@ class Connections:
                 await self._tell(TcpWire.REFUSED, peer)
                 return
             except (OSError, TimeoutError) as error:
+                self._note(error)
                 log.debug("%s %d cannot be reached: %s", self._kind, peer, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _AGAIN_LAST_S)
@@ -373,15 +442,29 @@ class Connections:
                 return
             except NotAMember as error:
                 log.warning("%s %d at %s port %d: %s", self._kind, peer, *address[:2], error)
-                connection.close()
+                self._drop(connection)
                 await self._tell(TcpWire.REFUSED, peer)
                 return
             except (OSError, TimeoutError) as error:
-                connection.close()
+                self._drop(connection)
                 log.debug("%s %d does not answer: %s", self._kind, peer, error)
                 await self._tell(TcpWire.LIVES, peer)
+            except BaseException:  # cancelled
+                self._drop(connection)
+                raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _AGAIN_LAST_S)
+
+    async def _connect(self, address: _Address) -> socket.socket:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        connection = self._shake(lambda: socket.socket(family, socket.SOCK_STREAM))
+        try:
+            where = address.host, address.port
+            await asyncio.get_running_loop().sock_connect(connection, where)
+        except BaseException:
+            self._drop(connection)
+            raise
+        return connection
 
     async def _introduce(self, connection: socket.socket, peer: int, address: _Address) -> None:
         """Shake hands as the side that dials: check the peer's proof, and send this engine's proof."""
@@ -408,7 +491,9 @@ class Connections:
             self.wire.progress()
             time.sleep(1e-3)
         if self._thread is not None:
-            self._stop()
+            self._closing.set()
+            with contextlib.suppress(RuntimeError):  # its loop has just ended by an error
+                self._stop()
             self._thread.join()
             self._thread = None
             # takes the last connections from the pipe, so that wire.close() closes them
@@ -424,24 +509,28 @@ class Connections:
         self.wire.forget()
         if self._listener is not None:
             self._listener.close()
+        for connection in self._shaking:
+            connection.close()
+        for handle, inode in self._handed.items():
+            with contextlib.suppress(OSError):  # it is closed
+                if os.fstat(handle).st_ino == inode:
+                    os.close(handle)
 
 
 _open: weakref.WeakSet[Connections] = weakref.WeakSet()
+_forks = threading.RLock()  # held while a socket is made or handed on, and by fork
 
 
 def _forget_all() -> None:
     for connections in list(_open):
         connections.forget()
     _open.clear()
+    _forks.release()
 
 
-os.register_at_fork(after_in_child=_forget_all)
-
-
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report an error of a callback, but not that a connection came just as accepting was cancelled."""
-    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
-        loop.default_exception_handler(context)
+os.register_at_fork(
+    before=_forks.acquire, after_in_parent=_forks.release, after_in_child=_forget_all
+)
 
 
 def _is_written(pipe: int, record: bytes) -> bool:
@@ -452,16 +541,14 @@ def _is_written(pipe: int, record: bytes) -> bool:
         return False
 
 
-async def _connect(address: _Address) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
+async def _readable(listener: socket.socket) -> None:
+    """Wait until there may be a connection to accept."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(listener, ready.set)
     try:
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, (address.host, address.port))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        await ready.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 async def _read(connection: socket.socket, nbytes: int) -> bytes:

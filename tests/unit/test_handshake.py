@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import hashlib
+import os
 import random
 import re
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,89 @@ def test_who_is_refused_by_name_dials_no_more(
     version = f"version {PROTOCOL} of the protocol, not {PROTOCOL + 1}"
     reason = {"version": version, "called": "another engine listens"}
     assert "the called side refuses" in caplog.text and reason[changed] in caplog.text
+
+
+def until(fact: Callable[[], object]) -> None:
+    ends = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(1e-3)
+
+
+@contextlib.contextmanager
+def both_met() -> Iterator[list[Connections]]:
+    both = met()
+    try:
+        yield both
+    finally:
+        for each in both:
+            each.close()
+
+
+def ports_of_sockets() -> list[set[int]]:
+    """The ports of each connected TCP socket of this process."""
+    found = []
+    for handle in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as end:
+            if end.family == socket.AF_INET:
+                found.append({end.getsockname()[1], end.getpeername()[1]})
+    return found
+
+
+def test_a_forked_child_has_no_socket_of_a_connection_that_is_being_opened() -> None:
+    """One waits for the proof of its other end; two are on their way to engines."""
+    with both_met() as (a, b), socket.socket() as stranger:
+        stranger.connect((a.address, a._addresses[0].port))
+        until(lambda: a._unproven)
+        a.wire.call(1)
+        until(lambda: a._handed and b._handed)
+        ports = {each._addresses[rank].port for rank, each in enumerate((a, b))}
+        assert sum(bool(ports & each) for each in ports_of_sockets()) > 3, "the test sees none"
+        child = os.fork()
+        if child == 0:
+            stranger.close()
+            os._exit(sum(bool(ports & each) for each in ports_of_sockets()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        a.wire.progress()
+        b.wire.progress()
+        assert (a.wire.connections[0], b.wire.connections[1]) == (1, 1), "the parent's are closed"
+
+
+def test_the_thread_begins_anew_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the kernel would accept connections for it, and peers believe for ever that it lives."""
+    monkeypatch.setattr(connections, "_AGAIN_LAST_S", 0.01)
+    failing, readable = threading.Event(), connections._readable
+
+    async def fails_once(listener: socket.socket) -> None:
+        await readable(listener)
+        if not failing.is_set():
+            failing.set()
+            raise MemoryError("none")
+
+    monkeypatch.setattr(connections, "_readable", fails_once)
+    with both_met() as (a, b):
+        a.wire.call(1)
+        until(lambda: a.wire.progress() or b.wire.progress() or b.wire.connections[1])
+    assert failing.is_set() and "begins anew" in caplog.text and "MemoryError" in caplog.text
+
+
+def test_a_limit_of_open_files_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with both_met() as (a, _), socket.socket() as stranger:
+        free = os.dup(0)
+        os.close(free)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            stranger.connect((a.address, a._addresses[0].port))
+            until(lambda: caplog.messages)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        until(lambda: a._unproven)
+    (message,) = caplog.messages
+    assert "super learner 0 cannot open connections to peers: Too many open files" in message
+    assert f"(limit of open files: {free})" in message and "ulimit -n" in message
 
 
 def test_strangers_close_no_connection_of_an_engine_that_has_said_who_it_is(
