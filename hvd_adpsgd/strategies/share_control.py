@@ -188,7 +188,7 @@ class ShareControl:
         Args:
             cost: the pressure of the overhead.
             link: that of the link.
-            each: the larger one, times seconds per model moved.
+            each: the larger one, times seconds per model moved; NaN if no chunk was merged.
             is_seen: whether an exchange has ended since the last decision.
         """
         if self._trial is not None:
@@ -197,7 +197,8 @@ class ShareControl:
         i, is_whole = _BITS.index(self.bits), self._level >= 0
         most = 2.0 ** (_QUIET if is_whole else -_QUIET)
         wanted, self._wants = self._wants, link > max(cost, most)
-        if wanted and self._wants and i + 1 < len(_BITS) and not self._hold:
+        is_known = not math.isnan(each)  # a trial is judged by it
+        if wanted and self._wants and i + 1 < len(_BITS) and not self._hold and is_known:
             self._trial, self.bits = _Trial(self.bits, each), _BITS[i + 1]
             return True
         is_free = is_whole or self._is_capped or cost > link
@@ -208,7 +209,7 @@ class ShareControl:
 
     def _judge(self, trial: _Trial, each: float) -> bool:
         """Give up bits on trial if they have not gained half of what they promise."""
-        if not trial.has_ended:
+        if not trial.has_ended or math.isnan(each):
             self._trial = trial._replace(has_ended=True)
             return True
         self._trial = None

@@ -297,6 +297,22 @@ def test_bits_that_gain_nothing_are_given_back(seed: int, how: dict[str, float])
     assert share > 0.9
 
 
+def test_bits_are_neither_tried_nor_kept_while_nothing_is_merged() -> None:
+    """The link is full, and the chunks of a model are not finite: nobody knows what a model costs."""
+    control, steps, models = ShareControl(0.05, 1.0, chooses_bits=True), 0, 0.0
+
+    def decide(moved: float) -> int:
+        nonlocal steps, models
+        steps, models = steps + 8, models + moved
+        control.decide(Spent(steps, 0.1 * steps, 0.0, 0.1 * steps, 0.1 * steps, steps, models))
+        return control.bits
+
+    assert [decide(0.0) for _ in range(8)] == [0] * 8
+    assert decide(1.0) == 8, "not on trial"
+    assert [decide(0.0) for _ in range(8)] == [8] * 8
+    assert decide(1.0) == 0, "it has gained nothing"
+
+
 def test_a_peer_that_wants_less_is_no_reason_for_few_bits() -> None:
     plant = Plant(nbytes=1e7, model_s=1e-6, bits=True, bytes_per_s=MB)  # less than the link's use
     plant.steps(400)
