@@ -255,14 +255,15 @@ def _map(
     Raises:
         OSError: if the file cannot be reached from this process.
     """
-    path = f"/proc/{file.pid}/fd/{file.handle}"
-    found = os.stat(path)
-    if (found.st_dev, found.st_ino) != (file.device, file.inode):
-        raise OSError(f"process id {file.pid} belongs to another process here")
-    if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
-        raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
-    handle = os.open(path, os.O_RDWR if writes else os.O_RDONLY)
+    # O_NONBLOCK: what a different process has under this number may be a pipe
+    mode = os.O_NONBLOCK | (os.O_RDWR if writes else os.O_RDONLY)
+    handle = os.open(f"/proc/{file.pid}/fd/{file.handle}", mode)
     try:
+        found = os.fstat(handle)
+        if (found.st_dev, found.st_ino) != (file.device, file.inode):
+            raise OSError(f"process id {file.pid} belongs to another process here")
+        if found.st_dev != os.stat(SHARED_FOLDER).st_dev:
+            raise OSError(f"process {file.pid} has another {SHARED_FOLDER}")
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
         return mmap.mmap(handle, nbytes, flags, prot, offset=offset)
