@@ -30,6 +30,7 @@ _COUNTED = (
     "chunks",
     "bytes_sent",
     "bytes_received",
+    "bytes_shared",
     "means",
     "mean_s",
 )

@@ -29,7 +29,9 @@ def metrics() -> dict[str, Any]:
     operations over all learners, such as allreduce) and global_operations_s (their seconds, waits included).
 
     Of the engine, so 0 or NaN on learners that are not leaders: exchanges (active + passive), refused
-    and declined requests for an exchange, parked peers, bytes_sent and bytes_received, staleness (chunks by
+    and declined requests for an exchange, parked peers, bytes_sent and bytes_received (of chunks and
+    sums, over the network or as messages inside a host, counted as they arrive), bytes_shared (of chunks
+    averaged with peers on this host through shared memory, which no link carries), staleness (chunks by
     age in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
     since the last call; NaN if no element was compared yet), peers (number of exchanges with each peer),
     engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_bits (per element,

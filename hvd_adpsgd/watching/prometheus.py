@@ -37,7 +37,7 @@ _NUMBERS = (
     _Number("exchanges_per_s", "exchanges_per_second", "Exchanges per second, over 10 s"),
     _Number("share", "exchange_share", "Share of the model that an exchange moves"),
     _Number("bits", "exchange_bits", "Bits per element of exchanges between hosts; 0: all"),
-    _Number("sent_per_s", "sent_bytes_per_second", "Bytes sent per second, over 10 s"),
+    _Number("sent_per_s", "sent_bytes_per_second", "Bytes sent over links per second, over 10 s"),
     _Number("apart_s", "since_exchange_seconds", "Time since the last exchange"),
     _Number("apart_steps", "since_exchange_steps", "Steps since the last exchange"),
     _Number("idle_s", "since_step_seconds", "Time since the last step, collective or pause"),

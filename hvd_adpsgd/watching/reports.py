@@ -47,7 +47,7 @@ class Report:
             63 or more.
         distance: consensus distance, estimated from the exchanges lately; NaN before the first exchange.
         exchanges: number of finished exchanges so far, means of all included.
-        exchanges_per_s, sent_per_s: exchanges, and bytes sent, per second lately.
+        exchanges_per_s, sent_per_s: exchanges, and bytes sent over links, per second lately.
         apart_s, apart_steps: seconds and steps since the last finished exchange.
         due_steps: steps between two exchanges according to the strategy.
         inner_allreduce, optimizer, collect, offer, global_operations: share of time in parts of the step and

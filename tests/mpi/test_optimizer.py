@@ -549,7 +549,7 @@ KEYS_OF_ALL = (
 ).split()
 KEYS_OF_LEADERS = (
     "exchanges exchanges_active exchanges_passive refused declined parked bytes_sent "
-    "bytes_received staleness staleness_mean consensus_distance peers engine_cpu_s"
+    "bytes_received bytes_shared staleness staleness_mean consensus_distance peers engine_cpu_s"
 ).split()
 CHUNKS, ELEMENTS = 7, 100_000  # of counts.py
 
@@ -585,8 +585,8 @@ def test_metrics_add_up(timeline: Path, which: str, itemsize: int) -> None:
         assert exchanges == sum(numbers["peers"])
         assert numbers["void_chunks"] == numbers["parked"] == 0
         assert numbers["chunks"] == exchanges * CHUNKS == sum(numbers["staleness"])
-        assert numbers["bytes_sent"] == exchanges * ELEMENTS * itemsize
-        assert numbers["bytes_received"] == numbers["bytes_sent"]
+        assert numbers["bytes_shared"] == exchanges * ELEMENTS * itemsize
+        assert numbers["bytes_received"] == numbers["bytes_sent"] == 0, "no link was used"
         assert numbers["consensus_distance"] >= 0
     for side, other in (("active", "passive"), ("passive", "active")):
         assert leaders[0][f"exchanges_{side}"] == leaders[1][f"exchanges_{other}"]

@@ -44,7 +44,7 @@ SHARDS = """
     last = hvd.allgather_object(flat().sum().item())
     averaging, = live()
     say(rank=hvd.rank(), drift=drift, apart=apart, exact=exact, last=last, shards=averaging.tensors.shards,
-        same=same, exchanges=metrics["exchanges"], nbytes=metrics["bytes_sent"],
+        same=same, exchanges=metrics["exchanges"], nbytes=metrics["bytes_sent"] + metrics["bytes_shared"],
         total=flat().numel() * dtype.itemsize, mirror=averaging.engine.memory.layout.nchunks)
 """
 

@@ -44,8 +44,9 @@ SHARES = """
             drift = (now - before).abs().max().item()
             last, metrics = by_chunk(now), hvd.metrics()  # at rest: of whole exchanges
             done = hvd.allgather_object(max(last) < 1 or time.monotonic() > ends)
+    nbytes = metrics["bytes_sent"] + metrics["bytes_shared"]
     say(rank=hvd.rank(), drift=drift, first=first, last=last, exchanges=metrics["exchanges"],
-        nbytes=metrics["bytes_sent"], total=4 * flat.numel(), distance=metrics["consensus_distance"],
+        nbytes=nbytes, total=4 * flat.numel(), distance=metrics["consensus_distance"],
         share=metrics["exchange_share"])
 """
 

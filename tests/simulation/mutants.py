@@ -183,8 +183,9 @@ MUTANTS = (
     Mutant(
         "a lane sends from its neighbour's buffer",
         "lanes.pyx",
-        "send(e.wire, &lane.sending, lane.out, 0",
-        "send(e.wire, &lane.sending, x.lanes[(lane.chunk + 1) % LANES].out, 0",
+        "0 if lane.void else <int>nbytes\n    send(e.wire, &lane.sending, lane.out,",
+        "0 if lane.void else <int>nbytes\n"
+        "    send(e.wire, &lane.sending, x.lanes[(lane.chunk + 1) % LANES].out,",
     ),
     Mutant(
         "crossing ASKs both stand",
@@ -358,8 +359,8 @@ MUTANTS = (
     Mutant(
         "sums of an old epoch are taken",
         "butterfly.pyx",
-        "((n.epoch % EPOCHS) * NUMBERS + number",
-        "(number",
+        "return SUMS + (n.epoch % EPOCHS) * NUMBERS * STAGES",
+        "return SUMS",
     ),
     Mutant(
         "a broken sum votes yes",

@@ -325,3 +325,45 @@ def test_bits_that_an_engine_cannot_have_are_ignored(wire: int, bits: int) -> No
     job.until(lambda: engine.loop.malformed()[0] == 1)
     assert engine.loop.fault()[0] == 0
     job.end()
+
+
+def test_messages_of_sums_that_were_given_up_do_not_stay(job: Job) -> None:
+    """Member 2 fails when engine 0 has sent chunks of the mean, and engine 1 has not begun it."""
+    first, second = job.members
+    second.loop.ask(BROKEN)
+    job.until(lambda: job.ears)  # engine 1 has a connection to it, whose end it notices
+    second.loop.ask(-1)
+    for member in job.members:
+        member.loop.pause(True)
+    job.until(lambda: first.loop.wait_quiet(0.0))
+    mean = first.loop.begin_mean(False)
+    job.until(lambda: second.wire.strays > 0)
+    job.refuse()
+    job.until(lambda: all(member.loop.peers()[BROKEN] == 3 for member in job.members))
+    assert second.loop.begin_mean(False) == mean
+    job.until(lambda: all(member.loop.wait_mean(mean, 0.0) for member in job.members))
+    job.until(lambda: first.wire.strays == second.wire.strays == 0)
+    for member in job.members:
+        assert member.loop.fault()[0] == 0
+        member.model.apply()
+        np.testing.assert_allclose(member.model.state(), 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("left", ["an exchange", "a mean"])
+def test_an_engine_that_ends_in_the_middle_frees_all_when_its_connections_are_closed(
+    job: Job, left: str
+) -> None:
+    """Member 2 asks for an exchange, and sends no chunk; it takes no part in the mean."""
+    engine = job.members[0]
+    if left == "an exchange":
+        job.turn()
+        ask = (ASK, 1, engine.chunks, 0, 0, engine.chunks, 0, 0, engine.fingerprint, WEIGHT, 0)
+        job.send(CONTROL, MESSAGE.pack(*ask))
+        job.until(lambda: any(x["peer"] == BROKEN for x in engine.loop.under_way()))
+    else:
+        engine.loop.begin_mean(False)
+        job.until(lambda: engine.loop.view()["mean"]["begun"] > 0)
+    assert not engine.loop.released(), "it runs"
+    engine.loop.stop(within=0.1)
+    engine.wire.close()
+    assert engine.loop.released()

@@ -31,6 +31,7 @@ cdef struct Step:           # what a member does in a stage
     bint adds               # what is received is added to the sum; else it is the sum
 
 cdef void network_open(Network* n) noexcept nogil
+cdef void next_epoch(Network* n) noexcept nogil
 cdef Step step_of(Network* n, int stage) noexcept nogil
 cdef Status sum_post(Network* n, Sum* s, const void* mine, int count, bint double_precision,
                      int number) noexcept nogil

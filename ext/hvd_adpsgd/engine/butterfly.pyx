@@ -38,6 +38,21 @@ cdef void network_open(Network* n) noexcept nogil:
     n.folded = n.size - power
 
 
+cdef int epoch_channel(Network* n) noexcept nogil:
+    """Return the first channel of the epoch's sums."""
+    return SUMS + (n.epoch % EPOCHS) * NUMBERS * STAGES
+
+
+cdef void next_epoch(Network* n) noexcept nogil:
+    """Let the next sums take other channels, because messages of sums that were given up may still arrive.
+
+    Those that have arrived are freed: EPOCHS epochs later they would be taken for new ones. A peer that is ahead has
+    already sent some of the new epoch."""
+    n.epoch += 1
+    if n.wire.drop_sums != NULL:
+        n.wire.drop_sums(n.wire, epoch_channel(n), epoch_channel(n) + NUMBERS * STAGES)
+
+
 cdef Step step_of(Network* n, int stage) noexcept nogil:
     """Return what this rank does in a stage: 0 folds, the last unfolds, those between are the butterfly.
 
@@ -75,7 +90,7 @@ cdef Status sum_post(Network* n, Sum* s, const void* mine, int count, bint doubl
     if not n.butterfly:
         s.arriving.status = n.wire.sum(n.wire, &s.arriving, mine, s.total, count, double_precision)
         return s.arriving.status
-    s.channel = SUMS + ((n.epoch % EPOCHS) * NUMBERS + number % NUMBERS) * STAGES
+    s.channel = epoch_channel(n) + number % NUMBERS * STAGES
     s.stage = -1
     s.torn = False
     memcpy(s.total, mine, nbytes(s))

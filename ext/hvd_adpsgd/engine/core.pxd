@@ -96,6 +96,7 @@ cdef struct Lane:
     bint received
     bint merged
     int nbytes              # bytes that were received; 0: the peer's snapshot was not finite
+    int nbytes_sent         # bytes that `sending` moves over the wire, of the chunk: none through shared memory
     bint void               # our snapshot was not finite: neither side merges this chunk
     int index               # position of the chunk in the exchange
     int chunk

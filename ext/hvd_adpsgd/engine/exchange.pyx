@@ -410,7 +410,6 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
         add(&e.mailbox.counters.exchanges_active, 1)
     else:
         add(&e.mailbox.counters.exchanges_passive, 1)
-    add(&e.mailbox.counters.bytes_sent, x.nbytes)
     add_double(&e.mailbox.counters.exchange_s, ended - x.began)
     note_pace(e, x, ended - x.began)
     if x.elements and not x.aimed:

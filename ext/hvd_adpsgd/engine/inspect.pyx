@@ -180,7 +180,7 @@ cdef counters_of(Core* e):
         "refused": load(&c.refused), "declined": load(&c.declined), "parked": load(&c.parked),
         "broken": load(&c.broken), "void_chunks": load(&c.void_chunks), "compared": load(&c.compared),
         "chunks": load(&c.chunks), "bytes_sent": load(&c.bytes_sent),
-        "bytes_received": load(&c.bytes_received), "square": load_double(&c.square), "turns": load(&c.turns),
+        "bytes_received": load(&c.bytes_received), "bytes_shared": load(&c.bytes_shared), "square": load_double(&c.square), "turns": load(&c.turns),
         "square_elements": load(&c.square_elements), "last_square": load_double(&c.last_square),
         "exchange_s": load_double(&c.exchange_s), "busy_s": load_double(&c.busy_s), "link_s": load_double(&c.link_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
         "mean_square": load_double(&c.mean_square),

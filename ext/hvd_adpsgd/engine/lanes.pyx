@@ -95,6 +95,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
     nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
     lane.busy = True
     lane.sent = lane.received = lane.merged = lane.void = False
+    lane.nbytes_sent = 0
     lane.way = way_of(e, x, lane)
     if lane.way == OFFERS or lane.way == ANSWERS:
         nbytes = 0                          # known when they are sent
@@ -146,7 +147,8 @@ cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept 
         return False
     lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, False, lane.out,
                                 NULL, &lane.step)       # in the caches: the wire and the merge read it
-    send(e.wire, &lane.sending, lane.out, 0 if lane.void else <int>nbytes, x.peer, x.channel)
+    lane.nbytes_sent = 0 if lane.void else <int>nbytes
+    send(e.wire, &lane.sending, lane.out, lane.nbytes_sent, x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
 
 
@@ -172,7 +174,8 @@ cdef bint start_offer(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     nbytes = memory_offer(e.memory, lane.chunk, x.bits, e.pairs.offered_only, lane.out, &lane.step)
     lane.void = nbytes == 0
     x.nbytes += nbytes
-    send(e.wire, &lane.sending, lane.out, <int>nbytes, x.peer, x.channel)
+    lane.nbytes_sent = <int>nbytes
+    send(e.wire, &lane.sending, lane.out, lane.nbytes_sent, x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
 
 
@@ -244,6 +247,8 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
             return True
         lane.sent = status == DONE
         waits.send = not lane.sent
+        if lane.sent:
+            add(&e.mailbox.counters.bytes_sent, lane.nbytes_sent)
         moved |= lane.sent
     if lane.merged and lane.sent:
         lane.busy = False
@@ -257,11 +262,11 @@ cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
         return
     if lane.way == SENT or lane.way == OFFERS or lane.way == ANSWERS:
         lane.nbytes = lane.receiving.nbytes
+        add(&e.mailbox.counters.bytes_received, lane.nbytes)
     else:
         lane.nbytes = open_place(e, x.peer, lane)
     if lane.way == AWAITS:
         lane.step = lane.there.step
-    add(&e.mailbox.counters.bytes_received, lane.nbytes)
 
 
 cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
@@ -334,7 +339,8 @@ cdef void merge_in_few_bits(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     else:
         leave_out(e, lane)
     if lane.way == ANSWERS:
-        send(e.wire, &lane.sending, lane.out, <int>nbytes, x.peer, x.answers)
+        lane.nbytes_sent = <int>nbytes
+        send(e.wire, &lane.sending, lane.out, lane.nbytes_sent, x.peer, x.answers)
         posted(e, x.peer, &lane.sending)
 
 
@@ -364,7 +370,6 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     else:
         x.nbytes -= nbytes
         leave_out(e, lane)
-    add(&e.mailbox.counters.bytes_received, lane.nbytes)
     send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.answers)
     posted(e, x.peer, &lane.sending)
     return True
@@ -379,5 +384,7 @@ cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double be
     x.elements += memory_elements(e.memory, lane.chunk)
     note_distance(e, lane.chunk, square)
     add(&e.mailbox.counters.chunks, 1)
+    if x.set != NOBODY:
+        add(&e.mailbox.counters.bytes_shared, lane.nbytes)
     add(&e.mailbox.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
     record(&e.mailbox, event)

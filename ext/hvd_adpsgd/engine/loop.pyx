@@ -19,9 +19,9 @@ from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, t
 from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way, wants_to_ask
 from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
 from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
-from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, mean_released, open_mean
+from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, open_mean, release_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
-from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, take_failures
+from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, release_pairs, take_failures
 from hvd_adpsgd.engine.partners cimport open_speeds
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
@@ -635,10 +635,16 @@ cdef class Loop:
         self.running = False
 
     def released(self):
-        """Whether this engine may be freed: its thread has ended, and the wire uses none of its buffers."""
+        """Give up all transfers of an engine that has stopped; for TCP, call it after the wire's `close`.
+
+        Returns:
+            Whether the engine may be freed: its thread has ended, and the wire uses none of its buffers."""
         cdef Core* e = &self.core
-        return (not self.running and mean_released(e) and e.control.outgoing == NULL
-                and e.pairs.running == NULL and not e.control.listening.in_use)
+        if self.running:
+            return False
+        reap(e, &e.control.outgoing)
+        mean, pairs = release_mean(e), release_pairs(e)
+        return mean and pairs and e.control.outgoing == NULL and bool(e.wire.release(e.wire, &e.control.listening))
 
     def fault(self):
         """Return (kind, code of the wire's library, peer) of the first fault; kind 0: there was none."""

@@ -83,8 +83,9 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     int64_t malformed_from  # peer that sent the last malformed message
     int64_t compared        # exchanges in turn (windows.pyx) in which at least one chunk was merged
     int64_t chunks
-    int64_t bytes_sent
+    int64_t bytes_sent      # over the wire, of chunks and sums
     int64_t bytes_received
+    int64_t bytes_shared    # of chunks that were merged through shared memory
     int64_t square_elements
     int64_t turns
     double square

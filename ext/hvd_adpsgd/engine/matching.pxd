@@ -1,6 +1,8 @@
 # Posted transfers of a wire that moves its bytes itself, and messages that arrived before their receives were
 # posted.
-from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, Status
+from libc.stdint cimport int64_t
+
+from hvd_adpsgd.engine.wire cimport DATA, SUMS, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, Status
 
 cdef struct Post:           # a posted transfer
     Status status
@@ -28,6 +30,7 @@ cdef struct Posts:
     Post* newest
     Stray* first            # list of strays
     Stray* last
+    int64_t nstrays
     Post* pool              # posts that are free
 
 cdef inline char* stray_bytes(Stray* stray) noexcept nogil:
@@ -46,6 +49,7 @@ cdef void forget_stray(Posts* p, Stray* stray) noexcept nogil
 cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nogil
 cdef void complete_stray(Posts* p, Stray* stray) noexcept nogil
 cdef void fail_posts(Posts* p, int peer) noexcept nogil
+cdef void drop_sums(Posts* p, int first, int last) noexcept nogil
 cdef void close_posts(Posts* p) noexcept nogil
 cdef Stray* first_whole(Posts* p) noexcept nogil
 cdef void drop(Posts* p, Stray* stray) noexcept nogil

@@ -153,6 +153,7 @@ cdef Stray* take_stray(Posts* p, int peer, int channel, int nbytes) noexcept nog
     else:
         p.first = stray
     p.last = stray
+    p.nstrays += 1
     return stray
 
 
@@ -168,6 +169,7 @@ cdef void drop(Posts* p, Stray* stray) noexcept nogil:
         p.first = stray.after
     if p.last == stray:
         p.last = before
+    p.nstrays -= 1
     free(stray)
 
 
@@ -228,6 +230,17 @@ cdef void fail_posts(Posts* p, int peer) noexcept nogil:
             unlink_receive(p, post)
             post.status = PEER_DOWN
         post = next_post
+
+
+cdef void drop_sums(Posts* p, int first, int last) noexcept nogil:
+    """Free the complete strays of sums on other channels than `first` to `last` - 1."""
+    cdef Stray* stray = p.first
+    cdef Stray* next_stray
+    while stray != NULL:
+        next_stray = stray.after
+        if stray.complete and stray.channel >= SUMS and not first <= stray.channel < last:
+            drop(p, stray)
+        stray = next_stray
 
 
 cdef void close_posts(Posts* p) noexcept nogil:

@@ -4,5 +4,5 @@ from hvd_adpsgd.engine.core cimport Core
 cdef bint open_mean(Core* e, bint survives, bint butterfly) noexcept
 cdef void close_mean(Core* e) noexcept
 cdef void listen_mean(Core* e) noexcept nogil
-cdef bint mean_released(Core* e) noexcept nogil
+cdef bint release_mean(Core* e) noexcept nogil
 cdef bint advance_mean(Core* e) noexcept nogil

@@ -19,7 +19,7 @@ from libc.string cimport memset
 
 from hvd_adpsgd.engine.agreement cimport (agreement_failed, agreement_free, agreement_message_size, agreement_new,
                                           agreement_receive, agreement_take, agreement_vote)
-from hvd_adpsgd.engine.butterfly cimport network_open, sum_nbytes_sent, sum_post, sum_test
+from hvd_adpsgd.engine.butterfly cimport network_open, next_epoch, sum_nbytes_sent, sum_post, sum_test
 from hvd_adpsgd.engine.control cimport note_malformed, reap
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.membership cimport LEFT, is_gone
@@ -73,11 +73,17 @@ cdef void listen_mean(Core* e) noexcept nogil:
         receive(e.wire, &m.listening, m.inbox, <int>agreement_message_size(e.wire.size), NOBODY, AGREEMENT)
 
 
-cdef bint mean_released(Core* e) noexcept nogil:
-    """Whether no mean runs and the wire uses no buffer of earlier means any more."""
+cdef bint release_mean(Core* e) noexcept nogil:
+    """Give up the mean and its messages, when the thread has ended. Return whether the wire uses none of their buffers."""
     cdef Mean* m = &e.mean
-    return (not m.running and m.letters == NULL and m.abandoned == NULL
-            and e.wire.release(e.wire, &m.listening))
+    if m.running and m.sums != NULL:
+        m.sums.next_one = m.abandoned
+        m.abandoned = m.sums
+        m.sums = NULL
+    m.running = False
+    retire_sums(e)
+    reap(e, &m.letters)
+    return m.letters == NULL and m.abandoned == NULL and e.wire.release(e.wire, &m.listening)
 
 
 # ---- sums ----------------------------------------------------------------------------------
@@ -199,6 +205,9 @@ cdef bint advance_share(Core* e, int lane) noexcept nogil:
             return True
         arrived = status == DONE
         s.summing = not arrived
+        if arrived:                         # as many are received
+            add(&e.mailbox.counters.bytes_sent, sum_nbytes_sent(&m.network, s.count * s.itemsize))
+            add(&e.mailbox.counters.bytes_received, sum_nbytes_sent(&m.network, s.count * s.itemsize))
     if s.summing or chunk % LANES != lane:
         return arrived
     learners = get_number(s, s.sum.total, 0)
@@ -352,11 +361,10 @@ cdef void conclude(Core* e) noexcept nogil:
                 n.rank = kept
             n.members[kept] = n.members[i]
             kept += 1
-    # Messages of sums that were given up may still arrive, so the next sums take other channels. Not so after
-    # a complete mean: only EPOCHS epochs have channels, and must not return early to those of sums given up
-    # before.
+    # Not after a complete mean: only EPOCHS epochs have channels, and must not return early to those of sums given
+    # up before.
     if kept < n.size or not m.agreement.last.outcome & 1:
-        n.epoch += 1
+        next_epoch(n)
     if kept < n.size:
         n.size = kept
         network_open(n)
@@ -415,8 +423,6 @@ cdef void finish_mean(Core* e) noexcept nogil:
     add(&e.mailbox.counters.means, 1)
     add_double(&e.mailbox.counters.mean_s, ended - m.began)
     store_double(&e.mailbox.counters.mean_square, m.square)
-    add(&e.mailbox.counters.bytes_sent, sum_nbytes_sent(&m.network, m.nbytes))
-    add(&e.mailbox.counters.bytes_received, sum_nbytes_sent(&m.network, m.nbytes))
     record_mean(e, EVENT_MEAN, -1, m.began, m.nbytes, e.mailbox.orders.step)
     store(&m.finished, m.finished + 1)
 

@@ -20,4 +20,5 @@ cdef bint allocate(Core* e, Exchange* x) noexcept nogil
 cdef bint posted(Core* e, int peer, Transfer* t) noexcept nogil
 cdef void transfer_failed(Core* e, int peer, Transfer* t) noexcept nogil
 cdef bint retire(Core* e, Exchange* x) noexcept nogil
+cdef bint release_pairs(Core* e) noexcept nogil
 cdef void take_failures(Core* e, bint look) noexcept nogil

@@ -250,6 +250,21 @@ cdef bint retire(Core* e, Exchange* x) noexcept nogil:
     return True
 
 
+cdef bint release_pairs(Core* e) noexcept nogil:
+    """Give up all exchanges, when the thread has ended. Return whether the wire uses none of their buffers."""
+    cdef Exchange* x = e.pairs.running
+    while x != NULL:
+        if x.phase == ASKED:
+            become(e, x, IDLE)
+        elif x.phase == RUNNING or x.phase == CLOSING:
+            become(e, x, BROKEN)
+        if x.phase == BROKEN:
+            retire(e, x)
+        x = x.next_one
+    sweep(&e.pairs)
+    return e.pairs.running == NULL
+
+
 cdef void take_failures(Core* e, bint look) noexcept nogil:
     """Process all failures of peers that the wire reports; `look`: let the wire search thoroughly."""
     cdef int peer = e.wire.next_failed(e.wire, look)

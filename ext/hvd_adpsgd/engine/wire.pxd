@@ -48,6 +48,9 @@ cdef struct Wire:
     int (*next_failed)(Wire*, bint look) noexcept nogil
     # Move bytes; called first in each turn. NULL: the wire moves bytes by itself, or in `test`.
     void (*progress)(Wire*) noexcept nogil
+    # Free the messages of sums that have arrived without a receive, but for channels `first` to `last` - 1: their sums
+    # were given up. NULL: the wire cannot, or keeps none.
+    void (*drop_sums)(Wire*, int first, int last) noexcept nogil
     # Note that a peer lives, as other peers have newer reports of it. NULL: the wire does not need this.
     void (*lives)(Wire*, int peer) noexcept nogil
     # Sleep for about `seconds`, or until `progress` has something to do, or until another thread calls `wake`; not

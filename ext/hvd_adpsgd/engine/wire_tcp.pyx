@@ -38,7 +38,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
 
-from hvd_adpsgd.engine.matching cimport (close_posts, complete_stray, cut_off, drop, expect, fail_posts, first_whole, forget_stray,
+from hvd_adpsgd.engine.matching cimport (close_posts, complete_stray, cut_off, drop, drop_sums, expect, fail_posts, first_whole, forget_stray,
                                       give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
 from hvd_adpsgd.engine.unconfirmed cimport append, copied_post, counted, fail_all, let_go, note_sent, own, resume, take_count
 from hvd_adpsgd.engine.doorbell cimport Doorbell, times_rung
@@ -706,11 +706,11 @@ cdef void take_dialed(Sockets* s, Neighbour* p, int fd) noexcept nogil:
     if p.failed or p.out == NULL:
         close(fd)
         return
-    if p.out.fd >= 0:               # replaced: the peer reads from the newest connection only
-        epoll_ctl(s.epoll, EPOLL_CTL_DEL, p.out.fd, NULL)
-        close(p.out.fd)
+    fd, p.out.fd = p.out.fd, fd     # before close(), see close_link
+    if fd >= 0:                     # replaced: the peer reads from the newest connection only
+        epoll_ctl(s.epoll, EPOLL_CTL_DEL, fd, NULL)
+        close(fd)
     s.dialed += 1
-    p.out.fd = fd
     p.out.moved = p.out.owed_since = 0
     p.out.blocked = False
     resume(&p.outgoing)
@@ -840,6 +840,10 @@ cdef void forget(Sockets* s, Post* post) noexcept nogil:
     give_up(&s.posts, post)
 
 
+cdef void tcp_drop_sums(Wire* wire, int first, int last) noexcept nogil:
+    drop_sums(&(<Sockets*>wire.own).posts, first, last)
+
+
 cdef void close_sockets(Sockets* s) noexcept nogil:
     cdef int peer
     s.over = True
@@ -914,6 +918,7 @@ cdef class TcpWire(AnyWire):
         self.calls.next_failed = tcp_next_failed
         self.calls.progress = tcp_progress
         self.calls.lives = tcp_lives
+        self.calls.drop_sums = tcp_drop_sums
         self.calls.wait = tcp_wait
         self.calls.wake = tcp_wake
 
@@ -1002,6 +1007,11 @@ cdef class TcpWire(AnyWire):
             link = link_to(&self.sockets, peer)
             if link != NULL:
                 link.used = time_of(&self.sockets)      # not to be closed as idle
+
+    @property
+    def strays(self):
+        """How many messages have arrived, at least in part, whose receives are not posted."""
+        return self.sockets.posts.nstrays
 
     @property
     def unsent(self):

@@ -137,7 +137,8 @@ def periods() -> None:
     with hvd.averaging_paused():  # no exchange is half over
         metrics = hvd.metrics()
     nbytes = 4 * sum(p.numel() for p in model.parameters())
-    moved = metrics["bytes_sent"] / metrics["exchanges"] / nbytes if hvd.is_leader() else 0.0
+    sent = metrics["bytes_sent"] + metrics["bytes_shared"]
+    moved = sent / metrics["exchanges"] / nbytes if hvd.is_leader() else 0.0
     facts("periods", model, optimizer, moved=moved, leads=hvd.is_leader())
     optimizer.close()
 
