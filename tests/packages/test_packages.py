@@ -222,7 +222,7 @@ def test_wheel_beside_torch_trains_at_once(wheel, tests, tmp_path):
     page = (tests / "docs" / "start.md").read_text()
     (here.work / "train.py").write_text(re.search(r"(?ms)^```python\n(.*?)^```", page)[1])
     begun, used_s = time.monotonic(), cpu_s()
-    here.install(f"{wheel}[torch]")
+    here.install(wheel)
     run = ("torchrun", "--nproc-per-node", "4", "train.py")
     said = here.checked(*run, HVD_ADPSGD_SUPER_LEARNER_SIZE="1", OMP_NUM_THREADS="1")
     used_s = cpu_s() - used_s

@@ -66,13 +66,49 @@ def test_python(version, level):
         ("horovod", "0.29.0", WARN, ["0.28.1"]),
         ("horovod", None, FAIL, ["build-horovod"]),
         ("cython", "3.3.1", OK, []),
-        ("cython", None, WARN, ["only compiling"]),
+        ("cython", None, OK, []),
         ("cython", "0.29", WARN, ["3.1"]),
         ("numpy", "unknown", FAIL, ["1.26"]),
     ],
 )
 def test_packages(name, version, level, words):
     require(f.judge_package(name, version), level, name, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "level"),
+    [
+        ("horovod", None, OK),
+        ("horovod", "0.19.0", OK),
+        ("mpi4py", None, OK),
+        ("torch", None, FAIL),
+        ("numpy", None, FAIL),
+    ],
+)
+def test_packages_with_torch_inside(name, version, level):
+    require(f.judge_package(name, version, "torch"), level)
+
+
+INSIDE = {"torch": "2.13.0", "gloo": True, "nccl": False, "gpus": 0, "cuda": None}
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "words"),
+    [
+        (INSIDE, OK, ["2.13.0"]),
+        (
+            {"error": "ModuleNotFoundError: No module named 'cloudpickle'"},
+            FAIL,
+            ["cloudpickle", "[torch]"],
+        ),
+        ({**INSIDE, "gloo": False}, FAIL, ["without Gloo"]),
+        ({**INSIDE, "gpus": 2}, WARN, ["2 GPUs", "no CUDA"]),
+        ({**INSIDE, "gpus": 2, "cuda": "13.0"}, WARN, ["no NCCL"]),
+        ({**INSIDE, "gpus": 2, "cuda": "13.0", "nccl": True}, OK, []),
+    ],
+)
+def test_torch_inside(answer, level, words):
+    require(f.judge_torch_inside(answer), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +138,11 @@ def test_knobs_that_are_good():
     [
         ({}, OK, ["MPI"]),
         ({"HOROVOD_CONTROLLER": "mpi"}, OK, ["mpi"]),
-        ({"HOROVOD_CONTROLLER": "gloo"}, FAIL, ["Unset HOROVOD_CONTROLLER:"]),
-        ({"HOROVOD_CPU_OPERATIONS": "GLOO"}, FAIL, ["Unset HOROVOD_CPU_OPERATIONS:"]),
+        ({"HOROVOD_CONTROLLER": "gloo"}, WARN, ["unset HOROVOD_CONTROLLER.", "horovodrun --gloo"]),
+        ({"HOROVOD_CPU_OPERATIONS": "GLOO"}, WARN, ["unset HOROVOD_CPU_OPERATIONS."]),
         (
             {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},
-            FAIL,
+            WARN,
             ["HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS"],
         ),
     ],
@@ -385,6 +421,9 @@ def test_hosts(visit, level, words):
         (Survival(2, True, False, 1, 9.0), True, FAIL, ["did not go on"]),
         (Survival(2, False, False, None, 9.0, "no horovodrun"), True, FAIL, ["no horovodrun"]),
         (Survival(2, False, False, 1, 9.0, "what"), False, FAIL, ["did not start"]),
+        (Survival(2, True, True, 1, 9.0, launcher="run -n"), True, OK, ["2 learners started"]),
+        (Survival(2, True, True, None, 9.0, launcher="run -n"), True, FAIL, ["run -n 2 python"]),
+        (Survival(2, False, False, 1, 9.0, "what", "run -n"), True, FAIL, ["run -n 2 python -c"]),
     ],
 )
 def test_launch(survival, ulfm, level, words):

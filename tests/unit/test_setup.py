@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +93,34 @@ def test_other_flags_compile_a_module_again(tmp_path):
         found.append((module.stat().st_mtime_ns, module.stat().st_size))
     assert found[0] == found[1]
     assert found[1][1] < found[2][1], "with debugging information"
+
+
+def imported(path: Path) -> set[str]:
+    """Names of the packages, but for the standard library, that a module imports at its top."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names)
+
+
+def test_what_training_imports_is_a_dependency():
+    """Torch, and what runs inside super learners, are there already; views and integrations are extras."""
+    extras = {"integrations", "tools", "simulation"}
+    of_views = {"starlette", "uvicorn", "prometheus_client", "h11"}
+    found = {"hvd_adpsgd": set()}
+    for path in sorted((ROOT / "hvd_adpsgd").rglob("*.py")):
+        part = path.relative_to(ROOT / "hvd_adpsgd").parts[0]
+        if part not in extras:
+            for name in imported(path) - of_views:
+                found.setdefault(name, set()).add(str(path))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"\w+", one)[0] for one in project["dependencies"]}
+    assert {"numpy", "cloudpickle"} <= found.keys()
+    rest = found.keys() - needed - {"hvd_adpsgd", "torch", "horovod"}
+    assert not rest, {name: found[name] for name in rest}
 
 
 def test_there_are_extensions():

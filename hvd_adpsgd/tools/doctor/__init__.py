@@ -77,36 +77,51 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     seconds = args.patience
     yield findings.judge_python(sys.version_info[:3], sys.executable)
     packages = {name: probes.package_version(name) for name in findings.PACKAGES}
+    config, problem = _config()
+    inner = config.inner or ("horovod" if packages["horovod"] else "torch")
     for name, version in packages.items():
-        yield findings.judge_package(name, version)
-    config = Config()
-    try:
-        config = Config.from_environment()
-        problem = None
-        if f"{PREFIX}AVERAGING" in os.environ:  # `problem` stays None if hvd_adpsgd does not load
-            problem = probes.ask(probes.SPEC, seconds).get("problem")
-    except ConfigError as error:
-        problem = str(error)
+        yield findings.judge_package(name, version, inner)
+    if problem is None and f"{PREFIX}AVERAGING" in os.environ:
+        # `problem` stays None if hvd_adpsgd does not load
+        problem = probes.ask(probes.SPEC, seconds).get("problem")
     yield findings.judge_options(sum(key.startswith(PREFIX) for key in os.environ), problem)
-    yield findings.judge_controller(os.environ)
-    yield findings.judge_home(os.environ)
     yield findings.judge_host_name(socket.gethostname(), unresolved_host())
-    ulfm, plain = yield from _examine_mpi(seconds)
-    yield findings.judge_horovod(probes.ask(probes.HOROVOD, seconds, probes.UNSTARTED))
-    yield findings.judge_extension(probes.ask_extension(seconds), probes.older_modules())
+    if inner == "torch":
+        yield findings.judge_without_mpi()
+        yield findings.judge_torch_inside(probes.ask(probes.TORCH, seconds))
+    else:
+        ulfm, plain = yield from _examine_mpi(seconds)
+        yield findings.judge_horovod(probes.ask(probes.HOROVOD, seconds, probes.UNSTARTED))
+    yield findings.judge_extension(
+        probes.ask_extension(seconds, inner != "torch"), probes.older_modules()
+    )
     here = findings.Here(sys.executable, __version__, packages)
     reached = yield from _examine_machine(args, config, here)
-    if not args.quick:
+    if args.quick:
+        return
+    if inner == "torch":
+        yield findings.judge_launch(launch.try_without_mpi(2 * seconds), True)
+    else:
         survival = launch.try_survival(2 * seconds, ulfm and not plain, reached)
         yield findings.judge_launch(survival, ulfm)
 
 
+def _config() -> tuple[Config, str | None]:
+    """Return the options of the environment, and None; or the defaults, and what is wrong with them."""
+    try:
+        return Config.from_environment(), None
+    except ConfigError as error:
+        return Config(), str(error)
+
+
 def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
-    """Yield the findings about MPI and ULFM.
+    """Yield the findings about MPI, ULFM and what Horovod uses of them.
 
     Returns:
         whether ULFM is compiled into MPI, and whether a plain horovodrun switches ULFM on.
     """
+    yield findings.judge_controller(os.environ)
+    yield findings.judge_home(os.environ)
     mpirun, launcher = probes.mpirun_version(seconds)
     library = probes.ask(probes.LIBRARY, seconds, probes.UNSTARTED)
     yield findings.judge_mpi(mpirun, launcher, library)

@@ -70,13 +70,22 @@ def judge_python(version: tuple[int, ...], executable: str) -> Finding:
     return Finding(OK, "python", found)
 
 
-def judge_package(name: str, version: str | None) -> Finding:
-    """Compare the installed version of a package (None: not installed) with the oldest one that works."""
+def judge_package(name: str, version: str | None, inner: str = "horovod") -> Finding:
+    """Compare the installed version of a package (None: not installed) with the oldest one that works.
+
+    Args:
+        name: a package of PACKAGES.
+        version: its version.
+        inner: what averages gradients in a super learner, "horovod" or "torch", which needs less.
+    """
     oldest, cure, needed = PACKAGES[name]
     least = ".".join(map(str, oldest))
+    if inner == "torch" and name in ("horovod", "mpi4py"):
+        found = f"{version or 'not installed'}; not needed, torch.distributed averages gradients"
+        return Finding(OK, name, found)
     if version is None:
         if not needed:
-            return Finding(WARN, name, "not installed; only compiling the extension needs it", cure)
+            return Finding(OK, name, "not installed; only compiling the extension needs it")
         return Finding(FAIL, name, "not installed for this Python", cure)
     if _numbers(version) < oldest:
         level = FAIL if needed else WARN
@@ -113,16 +122,19 @@ def judge_problem(what: str, problem: str) -> Finding:
     return Finding(FAIL, what, found, cure or "Set it to a value in the range of docs/options.md.")
 
 
-def judge_controller(environ: Mapping[str, str]) -> Finding:
-    """Check that Horovod uses MPI: with Gloo, MPI_COMM_WORLD of each process holds this process alone."""
-    what = "HOROVOD_CONTROLLER"
+def asks_for_gloo(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that make Horovod use Gloo in place of MPI."""
     names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
-    gloo = [name for name in names if environ.get(name, "").strip().lower() == "gloo"]
+    return [name for name in names if environ.get(name, "").strip().lower() == "gloo"]
+
+
+def judge_controller(environ: Mapping[str, str]) -> Finding:
+    """Check whether Horovod uses MPI; with Gloo, learners that MPI has started refuse to train."""
+    what, gloo = "HOROVOD_CONTROLLER", asks_for_gloo(environ)
     if gloo:
         found = ", ".join(f"{name}={environ[name]}" for name in gloo)
-        return Finding(
-            FAIL, what, found, f"Unset {' and '.join(gloo)}: only Horovod's MPI is served."
-        )
+        found += ": learners start under `horovodrun --gloo` or torchrun, not under mpirun"
+        return Finding(WARN, what, found, f"To use MPI, unset {' and '.join(gloo)}.")
     return Finding(OK, what, environ.get(what, "").strip() or "not set, so MPI")
 
 
@@ -292,6 +304,35 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
             FAIL, what, found, f"With nvcc on PATH: HOROVOD_GPU_OPERATIONS=NCCL {_BUILD}."
         )
     return Finding(OK, what, f"built with MPI, loads with torch {answer['torch']}")
+
+
+def judge_without_mpi() -> Finding:
+    """Tell that MPI is not looked at, where torch.distributed averages gradients."""
+    found = "not needed: torchrun, srun and their like start learners without it"
+    return Finding(OK, "MPI", found)
+
+
+def judge_torch_inside(answer: Mapping[str, Any]) -> Finding:
+    """Check that torch can average gradients in a super learner, without Horovod.
+
+    Args:
+        answer: "torch" (its version), "gloo" and "nccl" (whether it has these backends), "gpus" (how many
+            this host has), "cuda" (version of torch's CUDA, None without); or "error".
+    """
+    what = "torch.distributed"
+    if "error" in answer:
+        cure = "Run python -m pip install 'hvd_adpsgd[torch]'."
+        return Finding(FAIL, what, f"does not load: {answer['error']}", cure)
+    if not answer["gloo"]:
+        cure = "Install a torch with Gloo: those of PyPI have it."
+        return Finding(FAIL, what, f"torch {answer['torch']} was built without Gloo", cure)
+    if answer["gpus"] and not answer["cuda"]:
+        found = f"torch {answer['torch']} has no CUDA: the {answer['gpus']} GPUs here are not used"
+        return Finding(WARN, what, found, "Install a torch with CUDA.")
+    if answer["gpus"] and not answer["nccl"]:
+        found = f"no NCCL: gradients on the {answer['gpus']} GPUs here pass through the CPU"
+        return Finding(WARN, what, found, "Install a torch with NCCL.")
+    return Finding(OK, what, f"torch {answer['torch']} averages gradients in super learners")
 
 
 def judge_extension(answer: Mapping[str, Any], older: Sequence[str] = ()) -> Finding:
@@ -525,6 +566,7 @@ class Survival:
         alive: result of learner 0's all-reduce after the kill, which counts the learners; None without it.
         seconds: duration of the job.
         error: last line of an error, if the job did not end well.
+        launcher: the command that starts such a job, without the number of learners.
     """
 
     learners: int
@@ -533,10 +575,11 @@ class Survival:
     alive: int | None
     seconds: float
     error: str = ""
+    launcher: str = "horovodrun -np"
 
 
 def judge_launch(survival: Survival, ulfm: bool) -> Finding:
-    """Check that learners start under horovodrun, and that the other learners train on when one is killed.
+    """Check that learners start, and that the other learners train on when one is killed.
 
     Args:
         survival: result of the test job.
@@ -545,14 +588,18 @@ def judge_launch(survival: Survival, ulfm: bool) -> Finding:
     what, n = "launch", survival.learners
     if not survival.together:
         cure = "Cure the failures named above first. If there are none, read the output of: "
-        cure += 'horovodrun -np 2 python -c "import hvd_adpsgd.torch as h; h.init(); h.barrier()"'
+        cure += f"{survival.launcher} 2 "
+        cure += 'python -c "import hvd_adpsgd.torch as h; h.init(); h.barrier()"'
         return Finding(FAIL, what, f"{n} learners did not start: {survival.error}", cure)
     if survival.killed and survival.alive == n - 1:
-        found = f"horovodrun started {n} learners, one was killed, {n - 1} went on "
+        found = f"{n} learners started, one was killed, {n - 1} went on "
         return Finding(OK, what, found + f"({survival.seconds:.0f} s)")
     found = f"{n} learners started; when one was killed the others did not go on"
     if survival.error:
         found += f": {survival.error}"
+    if survival.launcher != "horovodrun -np":
+        cure = f"Read what the learners print: {survival.launcher} 2 python train.py."
+        return Finding(FAIL, what, found, cure)
     if not ulfm:
         return Finding(WARN, what, found, "Use Open MPI 5 with ULFM, see above.")
     cure = f"Launch with {_ULFM_TYPED}. Check that no OMPI_MCA_* or PRTE_MCA_* variable and no "

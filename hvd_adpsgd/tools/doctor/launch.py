@@ -1,7 +1,8 @@
-"""The doctor's test job: learners start under horovodrun, one kills itself, the others must continue."""
+"""The doctor's test job: learners start, one kills itself, the others must continue."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adpsgd.config import PREFIX
-from hvd_adpsgd.tools.doctor.findings import ULFM_OPTIONS, Survival
+from hvd_adpsgd.tools.doctor.findings import ULFM_OPTIONS, Survival, asks_for_gloo
 from hvd_adpsgd.tools.doctor.probes import Answer, bounded, last_line, marked
 
 # The test job: each learner contributes 1 to a sum, so that the sum counts the learners. Each line is written
@@ -36,13 +37,27 @@ if rank == last:
 say(rank=rank, alive=count("alive"))
 """
 
+# Starts PROGRAM twice, as a launcher without MPI does that lets the others train on when a learner ends.
+_STARTER = """
+import os, socket, subprocess, sys
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+each = [
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, **job, "RANK": str(i)})
+    for i in range(2)
+]
+for learner in each:
+    learner.wait()
+"""
+
 
 def _options() -> dict[str, str | None]:
-    """Return the test job's variables: super learners of one learner, no HVD_ADPSGD_* options of the user.
+    """Return the test job's variables: super learners of one learner; of the user's HVD_ADPSGD_* only INNER.
 
     judge_options() checks the user's options.
     """
-    theirs = {name: None for name in os.environ if name.startswith(PREFIX)}
+    theirs = {k: None for k in os.environ if k.startswith(PREFIX) and k != f"{PREFIX}INNER"}
     return {**theirs, f"{PREFIX}SUPER_LEARNER_SIZE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -50,6 +65,13 @@ def find_horovodrun() -> str | None:
     """Return the path of the horovodrun beside this Python, else of the first on PATH; None without one."""
     beside = Path(sys.executable).with_name("horovodrun")
     return str(beside) if beside.exists() else shutil.which("horovodrun")
+
+
+def try_without_mpi(seconds: float) -> Survival:
+    """As `try_survival`, with two learners on this host and no launcher: with the variables that one sets."""
+    command = [sys.executable, "-c", _STARTER, PROGRAM]
+    survival = read_survival(2, bounded(command, seconds, _options()))
+    return dataclasses.replace(survival, launcher="torchrun --no-python --nproc-per-node")
 
 
 def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
@@ -65,7 +87,10 @@ def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> 
     if horovodrun is None:
         return Survival(n, False, False, None, 0.0, "no horovodrun beside this Python or on PATH")
     where = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
-    options = list(ULFM_OPTIONS) if switch_on else []
+    if asks_for_gloo(os.environ):
+        options = ["--gloo"]
+    else:
+        options = list(ULFM_OPTIONS) if switch_on else []
     command = [horovodrun, "-np", str(n), *where, *options, sys.executable, "-c", PROGRAM]
     return read_survival(n, bounded(command, seconds, _options()))
 

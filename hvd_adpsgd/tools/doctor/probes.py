@@ -202,6 +202,14 @@ say(torch=torch.__version__, mpi=bool(horovod.mpi_built()), files=files,
     gpus=len(glob.glob("/dev/nvidia[0-9]*")), cuda=torch.version.cuda, nccl=bool(horovod.nccl_built()))
 """
 
+TORCH = """
+import cloudpickle, glob, torch
+import torch.distributed as dist
+has = dist.is_available()
+say(torch=torch.__version__, gloo=has and dist.is_gloo_available(), nccl=has and dist.is_nccl_available(),
+    gpus=len(glob.glob("/dev/nvidia[0-9]*")), cuda=torch.version.cuda)
+"""
+
 SPEC = """
 from hvd_adpsgd import config, errors, strategies
 try:
@@ -210,6 +218,9 @@ try:
 except errors.ConfigError as problem:
     say(problem=str(problem))
 """
+
+
+_OF_MPI = ("engine.wire_mpi", "launch.mpi_start")
 
 
 def compiled_modules() -> list[str]:
@@ -221,9 +232,14 @@ def _dotted(path: Path) -> str:
     return ".".join(path.with_suffix("").parts)
 
 
-def ask_extension(seconds: float) -> dict[str, Any]:
-    """Import all compiled modules in another process; return their names as "modules", or "error"."""
-    names = compiled_modules()
+def ask_extension(seconds: float, has_mpi: bool = True) -> dict[str, Any]:
+    """Import the compiled modules in another process; return their names as "modules", or "error".
+
+    Args:
+        seconds: time limit.
+        has_mpi: whether to import also the modules that need mpi4py and an MPI library.
+    """
+    names = [name for name in compiled_modules() if has_mpi or name not in _OF_MPI]
     imports = "".join(f"import hvd_adpsgd.{name}\n" for name in names)
     return ask(f"{imports}say(modules={names!r})", seconds)
 
