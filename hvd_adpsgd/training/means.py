@@ -20,7 +20,7 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = ["Entry", "among_counterparts", "finite_means", "means_of_models"]
+__all__ = ["Entry", "among_counterparts", "finite_means", "means_of_models", "tell_finished"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -60,12 +60,30 @@ def finite_means(
     None for a tensor without a mean, see Entry.
     """
     means, unfit = means_of_models(world, doing, entries, weight, pending)
+    tell_finished(world, doing)
     if unfit:
         finite = all(bool(torch.isfinite(mean).all()) for mean in means if mean is not None)
         if any(is_sharded(entry.tensor) for entry in entries):
             finite = all(world.collectives.gather(doing, finite))
         _without(world, doing, unfit, finite)
     return means
+
+
+def tell_finished(world: World, doing: str) -> None:
+    """Log a warning if a mean lacks models because the scripts of their learners have ended."""
+    collectives = world.collectives
+    finished = collectives.finished() & collectives.gone()
+    left = sum(not finished.issuperset(group) for group in world.groups)
+    if left < world.super_size and world.rank == collectives.ranks[0]:
+        log.warning(
+            "%s: the mean is that of %d of %d models, as the scripts of learners %s have ended. Call %s on "
+            "all learners, not only on one (`if hvd.rank() == 0:`).",
+            doing,
+            left,
+            world.super_size,
+            sorted(finished),
+            doing,
+        )
 
 
 def _without(world: World, doing: str, unfit: Mapping[int, str], finite: bool) -> None:

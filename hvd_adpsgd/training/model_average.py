@@ -16,7 +16,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import common, described, require_same
-from hvd_adpsgd.training.means import Entry, finite_means, means_of_models
+from hvd_adpsgd.training.means import Entry, finite_means, means_of_models, tell_finished
 from hvd_adpsgd.training.parameters import shares_elements, statistics
 from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live
@@ -122,6 +122,7 @@ def consensus_distance(model: torch.nn.Module) -> float:
         if mean is not None and (world.is_leader or is_sharded(t))
     )
     told = world.collectives.gather(doing, (world.is_leader, square))
+    tell_finished(world, doing)
     return math.sqrt(sum(square for _, square in told) / sum(leads for leads, _ in told))
 
 

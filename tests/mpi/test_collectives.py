@@ -516,9 +516,13 @@ def test_misuse_is_an_error_on_all_learners() -> None:
             time.time = lambda: clock() + 3600  # joins last by the clocks of the hosts
         facts["join"] = hvd.join()
         say(rank=rank, facts=facts)
+        if rank == 0:  # the others end: there is one model left
+            with hvd.averaged(torch.nn.Linear(2, 1)):
+                pass
     """
-    said = run_learners(4, program, env=TWO).checked().by_rank()
-    facts = [one["facts"] for one in said]
+    result = run_learners(4, program, env=TWO).checked()
+    assert "averaged: the mean is that of 1 of 2 models" in result.stderr, result.report()
+    facts = [one["facts"] for one in result.by_rank()]
     mismatches = {
         "shape": ("allreduce", "[4] on learner 0", "[5] on learner 3"),
         "dtype": ("float32", "float64", "learner 3"),
