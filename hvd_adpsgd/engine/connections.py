@@ -240,9 +240,11 @@ class Connections:
 
     def _main(self) -> None:
         while not self._closing.is_set():
+            serving = self._serve()
             try:
-                asyncio.run(self._serve())
+                asyncio.run(serving)
             except Exception as error:
+                serving.close()  # not begun, if no loop could be made
                 if not self._ready.is_set():
                     self._broken = error
                     self._ready.set()
