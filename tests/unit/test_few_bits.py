@@ -239,6 +239,21 @@ def test_models_of_any_distance_and_size_meet(
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_sum_is_kept_to_the_last_bit(bits: int, dtype: str) -> None:
+    """Of numbers for which every sum is exact: both sides merge exactly opposite terms."""
+    rng = np.random.default_rng(7)
+    u, v = rng.integers(-1023, 1024, (2, 300)) / 1024
+    for other in (v, -u):
+        a, b = Side(u, dtype), Side(other, dtype)
+        for i in range(2 * REFRESH):
+            assert exchange(*((a, b) if i % 2 else (b, a)), bits)[0]
+            if i % 3 == 0:
+                a.apply()
+            np.testing.assert_array_equal(a.state() + b.state(), u + other)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("step", [0, 0xFFFF])
 def test_a_garbled_message_merges_nothing_infinite(bits: int, dtype: str, step: int) -> None:
     """Steps that no engine sends; with the largest differences beside them."""

@@ -69,13 +69,16 @@ def test_memory_never_has_a_name():
     assert again[5] == 7
 
 
-@pytest.mark.parametrize("what", ["inode", "device", "folder", "closed"])
+@pytest.mark.parametrize("what", ["inode", "device", "folder", "closed", "replaced"])
 def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
     file = shared_memory._reserve(4096)
     if what == "closed":
         os.close(file.handle)
     elif what == "folder":  # theirs is another one
         monkeypatch.setattr(shared_memory, "SHARED_FOLDER", str(tmp_path))
+    elif what == "replaced":  # when it is opened, its number is that of another file
+        real, other = os.open, f"/proc/self/fd/{shared_memory._reserve(4096).handle}"
+        monkeypatch.setattr(os, "open", lambda path, *how: real(other, *how))
     else:
         file = file._replace(**{what: getattr(file, what) + 1})
     with pytest.raises(OSError, match="another|No such file"):
