@@ -6,7 +6,8 @@ from typing import Any
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
-from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner import backend, horovod
+from hvd_adpsgd.inner.over_torch.refused import refuse
 from hvd_adpsgd.joining import candidates, joining
 from hvd_adpsgd.launch import bootstrap, torch_group
 from hvd_adpsgd.launch import world as worlds
@@ -201,12 +202,23 @@ def inner_process_set(process_set: Any, doing: str) -> Any | None:
     if everyone:
         return None
     if world.is_plain:
-        return process_set
+        return require_sets(process_set, doing)
     raise InnerOnlyError(
         f"{doing}(process_set={process_set}) on learner {world.rank}: with {world.super_size} super "
         "learners there are two sets, all learners and hvd.super_learner. Pass one of these, or "
         f"start the job as one super learner. {one_super_learner(world)}"
     )
+
+
+def require_sets(process_set: Any, doing: str) -> Any:
+    """Return a process set of the script's own, in plain Horovod.
+
+    Raises:
+        MissingRequirementError: with torch.distributed inside, which has no process sets.
+    """
+    if backend() == "torch" and process_set is not super_learner:
+        refuse(f"{doing}(process_set={process_set})")
+    return process_set
 
 
 def one_super_learner(world: World) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from types import ModuleType
 
 from hvd_adpsgd.errors import WorldError
 
 __all__ = ["install"]
 
-_SUBMODULES = ("elastic", "functions", "mpi_ops", "optimizer")  # those that this library has, too
+_SUBMODULES = (
+    *("compression", "elastic", "elastic.sampler", "elastic.state", "functions", "mpi_ops"),
+    *("optimizer", "sync_batch_norm"),
+)
 
 
 def install() -> None:
@@ -39,7 +45,22 @@ def install() -> None:
     package = sys.modules.get("horovod") or _package()
     sys.modules["horovod.torch"] = package.torch = face  # type: ignore[attr-defined]
     for name in _SUBMODULES:
-        sys.modules[f"horovod.torch.{name}"] = getattr(face, name)
+        sys.modules[f"horovod.torch.{name}"] = attrgetter(name)(face)
+    sys.meta_path.insert(0, _NoOthers())
+
+
+class _NoOthers(MetaPathFinder):
+    """Finds no further submodule: Python would load one of this library's a second time, by its path."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if name.startswith("horovod.torch."):
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: hvd_adpsgd.torch.install() has replaced horovod.torch. Import "
+                f"one of its submodules {', '.join(_SUBMODULES)}.",
+                name=name,
+            )
 
 
 def _package() -> ModuleType:

@@ -22,7 +22,7 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import are_inside, is_inside
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.torch.collectives import global_process_set
+from hvd_adpsgd.torch.basics import global_process_set, require_sets
 from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.presence import live
@@ -365,7 +365,7 @@ def inner_process_set(process_set: Any, world: World) -> Any:
             "averaged in a whole super learner. Leave process_set out, pass hvd.super_learner, or "
             "run one super learner."
         )
-    return process_set
+    return require_sets(process_set, "hvd.DistributedOptimizer")
 
 
 def _floating(buffers: torch.nn.Module | NamedTensors | None) -> list[tuple[str, torch.Tensor]]:

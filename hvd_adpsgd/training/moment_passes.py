@@ -14,10 +14,9 @@ import torch
 from hvd_adpsgd.training import moments
 from hvd_adpsgd.training.sharded import local
 
-__all__ = ["NEEDED", "Product", "Second", "copy_all", "correct", "multiply"]
+__all__ = ["Product", "Second", "copy_all", "correct", "multiply"]
 
 Tensors = list[torch.Tensor]
-NEEDED = ("_foreach_sign", "_foreach_lerp", "_foreach_norm", "_foreach_clamp_min")  # of torch
 _COMPILED = (torch.float32, torch.float64)
 _MOST = 1e4  # ADPSGD_MOST of moments.h
 
@@ -61,11 +60,8 @@ class Product(NamedTuple):
 def copy_all(targets: Tensors, values: Tensors) -> None:
     """Copy each value to its target."""
     targets, values = _parts(targets), _parts(values)
-    if hasattr(torch, "_foreach_copy_") and targets:
+    if targets:
         torch._foreach_copy_(targets, values)
-        return
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
 
 
 def correct(

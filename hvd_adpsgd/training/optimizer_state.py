@@ -123,13 +123,10 @@ def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], b
             functools.partial(_refuse_plain_step, plain, weakref.ref(wrapped), runs)
         ),
         optimizer.register_step_post_hook(functools.partial(_count_step, plain)),
+        optimizer.register_load_state_dict_post_hook(
+            functools.partial(_refill, optimizer.param_groups, optimizer.state)
+        ),
     ]
-    if hasattr(optimizer, "register_load_state_dict_post_hook"):  # older torch lacks this method
-        hooks.append(
-            optimizer.register_load_state_dict_post_hook(
-                functools.partial(_refill, optimizer.param_groups, optimizer.state)
-            )
-        )
     _bound[optimizer] = hooks
     _shared[wrapped] = optimizer.param_groups, optimizer.state
 

@@ -26,7 +26,6 @@ import torch
 from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.training.devices import Event, device_of
 from hvd_adpsgd.training.moment_passes import (
-    NEEDED,
     Product,
     Second,
     copy_all,
@@ -90,8 +89,6 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
     # torch sets a step() with its hooks on the class of each optimizer that it makes
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known[0].step):
         return f"{name} has a step() of its own"
-    if lacking := [function for function in NEEDED if not hasattr(torch, function)]:
-        return f"torch {torch.__version__} has no {lacking[0]}"
     for group in optimizer.param_groups:
         if reason := unshareable(group):
             return f"{name} {reason}"

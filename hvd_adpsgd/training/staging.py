@@ -625,12 +625,8 @@ class _Lane:
 
 
 def _copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copy each tensor of `values` to its counterpart in `to`, in one fused operation where torch has it."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(to, values)
-        return
-    for target, source in zip(to, values, strict=True):
-        target.copy_(source)
+    """Copy each tensor of `values` to its counterpart in `to`, in one fused operation."""
+    torch._foreach_copy_(to, values)
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:

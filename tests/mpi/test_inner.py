@@ -62,10 +62,14 @@ def test_synchronous_training_of_four_is_horovods_to_rounding() -> None:
 
 
 def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
-    """As Horovod's broadcast does. A HOROVOD_TIMELINE, which nothing writes, is told of once."""
+    """As Horovod's broadcast does. A HOROVOD_TIMELINE, which nothing writes, is told of once.
+
+    Process sets are refused: torch.distributed would reduce over all learners.
+    """
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import MissingRequirementError
         hvd.init()
         p = torch.nn.Parameter(torch.ones(3))
         plain = torch.optim.SGD([p], lr=0.25 * (1 + hvd.rank()), momentum=0.5)
@@ -74,11 +78,28 @@ def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
         group, buffer = plain.param_groups[0], plain.state[p]["momentum_buffer"]
         hvd.broadcast_optimizer_state(plain, root_rank=0)
         kept = plain.param_groups[0] is group and plain.state[p]["momentum_buffer"] is buffer
-        say(rank=hvd.rank(), kept=kept, rate=group["lr"], buffer=buffer.tolist())
+        own, refused = hvd.ProcessSet([0]), []
+        for act in (
+            lambda: hvd.allreduce(torch.ones(2), process_set=own),
+            lambda: hvd.grouped_allreduce_async([torch.ones(2)], process_set=own),
+            lambda: hvd.allgather_async(torch.ones(2), process_set=own),
+            lambda: hvd.broadcast_object(1, process_set=own),
+            lambda: hvd.alltoall(torch.ones(2), process_set=own),
+            lambda: hvd.barrier(process_set=own),
+            lambda: hvd.add_process_set([0]),
+            lambda: hvd.DistributedOptimizer(plain, process_set=own),
+        ):
+            try:
+                act()
+                refused.append("nothing raised")
+            except MissingRequirementError as error:
+                refused.append("process_set" in str(error) and "HVD_ADPSGD_INNER=horovod" in str(error))
+        say(rank=hvd.rank(), kept=kept, rate=group["lr"], buffer=buffer.tolist(), refused=refused)
     """
     result = run_learners(2, program, env={**INNER, "HOROVOD_TIMELINE": "/nowhere"}).checked()
     for facts in result.by_rank():
         assert facts["kept"] and facts["rate"] == 0.25 and facts["buffer"] == [1.0] * 3, facts
+        assert facts["refused"] == [True] * 8, facts
     assert result.stderr.count("HOROVOD_TIMELINE is set") == 1, result.report()
 
 

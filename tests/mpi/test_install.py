@@ -72,6 +72,32 @@ def test_who_has_imported_horovod_before_is_named(before: str, after: str, told:
     assert done.stdout.startswith(told), done.stdout + done.stderr
 
 
+SUBMODULES = """
+import hvd_adpsgd.torch as hvd
+hvd.install()
+import horovod.torch.compression, horovod.torch.sync_batch_norm, horovod.torch.elastic.sampler
+from horovod.torch.elastic import state
+from horovod.torch.compression import Compression
+print(horovod.torch.compression is hvd.compression, Compression is hvd.Compression)
+print(horovod.torch.sync_batch_norm is hvd.sync_batch_norm, state is hvd.elastic.state)
+print(horovod.torch.elastic.sampler is hvd.elastic.sampler)
+try:
+    import horovod.torch.basics
+except ModuleNotFoundError as error:
+    print(error.name, error)
+"""
+
+
+def test_submodules_are_this_librarys_or_missing() -> None:
+    """Python would find basics.py of this library, and run it a second time."""
+    done = subprocess.run(
+        [sys.executable, "-c", SUBMODULES], cwd=ROOT, capture_output=True, text=True
+    )
+    *same, missing = done.stdout.splitlines()
+    assert " ".join(same).split() == ["True"] * 5, done.stdout + done.stderr
+    assert missing.startswith("horovod.torch.basics No module named 'horovod.torch.basics'")
+
+
 def test_this_library_keeps_the_horovod_that_it_has() -> None:
     """All its modules that import horovod.torch are loaded before install() can be called."""
     needing = []
