@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -35,6 +36,10 @@ class Chance:
         The rounding hides differences between libraries in the last bits of powers.
         """
         return float(f"{10 ** self.between(low, high):.3g}")
+
+    def exponential(self, mean: float) -> float:
+        """Return an exponentially distributed number: one of 2**53, so that two are seldom equal."""
+        return -mean * math.log1p(-(self.draw() >> 11) / 2.0**53)
 
     def integer(self, low: int, high: int) -> int:
         """Return a uniform integer from low to high, both included."""

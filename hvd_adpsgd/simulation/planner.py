@@ -266,7 +266,8 @@ class Outcome:
         decay: decay rate of the squared distance from the mean, per exchange of a super learner; None if
             unknown.
         decay_per_s: the same per second.
-        decay_in_theory: for uniform random pairs, see theoretical_decay; None if no closed form is known.
+        decay_in_theory: for uniform random pairs with a given share, see theoretical_decay; None if no closed
+            form is known.
         distances: (exchanges per super learner, squared distance of the models from their mean as a share of
             the distance at the start).
         bytes_per_s: bytes per second that a super learner sends until it fails: mean and largest.
@@ -448,10 +449,7 @@ def failure_times(c: Cluster) -> list[tuple[int, float]]:
     if c.failures_per_hour == 0:
         return []
     chance = Chance(c.seed)
-    return [
-        (i, -math.log(1 - chance.between(0, 1)) * 3600 / c.failures_per_hour)
-        for i in range(c.super_learners)
-    ]
+    return [(i, chance.exponential(3600 / c.failures_per_hour)) for i in range(c.super_learners)]
 
 
 # ---- what is measured ---------------------------------------------------------------------------
@@ -546,7 +544,8 @@ def _outcome(
         decay=decay,
         decay_per_s=None if decay is None else _decay(_over_time(c, distances)),
         decay_in_theory=theoretical_decay(n, c.share)
-        if parse(c.strategy).name == "random_pairs" and not (c.prefer or c.has_slow_links)
+        if parse(c.strategy).name == "random_pairs"
+        and not (c.prefer or c.has_slow_links or c.max_overhead)
         else None,
         distances=distances,
         bytes_per_s=(float(rates.mean()), float(rates.max())),

@@ -194,7 +194,9 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert units.fault("bits,1,5s,4") == Fault(5.0, "bits", 1, (), 4.0)
     plan = ["--super-learners", "4", "--model", "1M", "--minutes", "0.1", "--share", "auto"]
     assert simulate.main(plan) == 0
-    assert "a share (at most 3.0% of a step) of the model" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "a share (at most 3.0% of a step) of the model" in told
+    assert "consensus decay" in told and "in theory" not in told  # that of a given share
     assert simulate.main([*plan, "--wire", "auto"]) == 0
     capsys.readouterr()
     assert simulate.main([*plan, "--wire", "auto", "--share", "1"]) == 2

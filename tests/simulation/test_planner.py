@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.simulation.planner import Cluster, plan, synchronous_goodput, theoretical_decay
+from hvd_adpsgd.simulation.planner import (
+    Cluster,
+    failure_times,
+    plan,
+    synchronous_goodput,
+    theoretical_decay,
+)
 from hvd_adpsgd.tools import simulate
 from hvd_adpsgd.tools.simulate import units
 
@@ -99,6 +105,13 @@ def test_who_fails_stops_and_the_others_go_on() -> None:
     assert 1 <= outcome.failed <= 3 * expected
     survivors = sorted(outcome.steps)[outcome.failed :]
     assert min(survivors) > 0.97 * 4 * 60 / 0.35
+
+
+def test_each_fails_at_a_time_of_its_own() -> None:
+    times = [at_s for _, at_s in failure_times(fast(2**14, failures_per_hour=0.5))]
+    assert len(set(times)) == 2**14 and min(times) > 0
+    assert sum(times) / 2**14 == pytest.approx(7200, rel=0.03)
+    assert sum(at_s < 7200 for at_s in times) / 2**14 == pytest.approx(1 - math.exp(-1), abs=0.02)
 
 
 def test_synchronous_goodput_is_that_of_its_model() -> None:

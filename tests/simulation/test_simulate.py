@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.simulation import campaign
+from hvd_adpsgd.simulation import campaign, chart, small_job
+from hvd_adpsgd.simulation.coverage import MESSAGES
 from hvd_adpsgd.simulation.ledger import BrokenPromise
 from hvd_adpsgd.simulation.scenario import Fault, Scenario, digest, job_of, run
 from hvd_adpsgd.simulation.shrink import _smaller, shrink
@@ -45,6 +46,30 @@ def test_a_chart_has_a_line_for_every_message(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     arrows = [line for line in lines if re.search(r"ms\)", line)]
     assert len(arrows) == len(job.network.messages()) > 10
+
+
+def enumerators(file: str, beginning: str) -> dict[str, int]:
+    """The names and numbers of an enum of the engine."""
+    text = (Path(__file__).parents[2] / "ext/hvd_adpsgd/engine" / file).read_text()
+    (body,) = re.findall(rf"^cdef enum{beginning}\n((?:    .*\n)+)", text, re.MULTILINE)
+    return {
+        name: int(number) for name, number in re.findall(r"^    (\w+) = (\d+)", body, re.MULTILINE)
+    }
+
+
+def test_the_names_of_messages_are_those_of_the_engine() -> None:
+    """A message kind without a name here could not be drawn, and would be counted as another one."""
+    kinds = enumerators("core.pxd", " Kind:")
+    assert kinds.pop("NONE") == 0
+    assert kinds == {name: number for number, name in enumerate(chart.NAMES) if name}
+    names = [name.upper().replace(" ", "_") for name in MESSAGES]
+    assert names == [*kinds, "FAILURE", "SILENCE"]
+    assert set(small_job.KINDS) == {"failure", *kinds} - {"REPORT"}
+    kinds = enumerators("agreement.pxd", " MessageKind:")
+    assert kinds == {name: number for number, name in enumerate(chart.AGREEMENT_NAMES) if name}
+    channels = enumerators("wire.pxd", r":(?=\n    NOBODY)")
+    assert (channels["CONTROL"], channels["AGREEMENT"]) == (chart.CONTROL, chart.AGREEMENT)
+    assert channels["DATA"] + channels["DATA_CHANNELS"] == chart.SUMS
 
 
 def test_a_trace_changes_nothing() -> None:

@@ -14,9 +14,6 @@ from hvd_adpsgd.simulation.newcomers cimport call_off, expect_newcomer, open_nex
 from hvd_adpsgd.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
 from hvd_adpsgd.simulation.streams cimport end_connection, redial, shut
 
-FAULTS = ("crash", "stop", "slow", "leave", "fail", "cut", "sever", "partition", "pause", "unfit", "extend",
-          "suspect", "join", "break", "link", "share", "bits")
-
 cdef double UNKNOWN_S = 5.0         # longest time from the end of an engine to the end of its process
 cdef double UNREACHED_S = 2.5       # a peer that has been dialed for longer counts as failed
 cdef double FLUSH_S = 0.5           # how long a process still dials connections after its engine has left
@@ -39,6 +36,13 @@ cdef enum:
     LINK = 14
     SHARE = 15
     BITS = 16
+
+_NAMES = {
+    CRASH: "crash", STOP: "stop", SLOW: "slow", LEAVE: "leave", FAIL: "fail", CUT_LINK: "cut", SEVER: "sever",
+    PARTITION: "partition", PAUSE: "pause", UNFIT: "unfit", EXTEND: "extend", SUSPICION: "suspect", JOIN: "join",
+    BREAK: "break", LINK: "link", SHARE: "share", BITS: "bits",
+}
+FAULTS = tuple([_NAMES[kind] for kind in range(len(_NAMES))])
 
 
 cdef int struck(JobState job, int which) except -1:

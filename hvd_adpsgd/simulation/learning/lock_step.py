@@ -93,7 +93,7 @@ class LockStepClock:
         if self._next_failure_s > now:
             return None
         failed_s = self._next_failure_s
-        waits_s = -math.log(1 - self._failures.between(0, 1)) / self._rate
+        waits_s = self._failures.exponential(1 / self._rate)
         self._next_failure_s = max(failed_s, self._saved_s) + RESTART_S + waits_s
         return failed_s
 
@@ -187,5 +187,4 @@ class QuorumClock:
                 self._returns_s[i] = self._fails_s[i] = math.inf
                 self._crashes = [f for f in self._crashes if f.who != i or f.at_s > now]
                 if hourly > 0:
-                    waits_s = -math.log(1 - self._lives.between(0, 1)) * 3600 / hourly
-                    self._fails_s[i] = now + waits_s
+                    self._fails_s[i] = now + self._lives.exponential(3600 / hourly)

@@ -237,7 +237,7 @@ class EngineRun:
             learner.rule.adapt(rule)
         hourly = self._cluster.failures_per_hour
         if self._replace_s is not None and hourly > 0:
-            lives_s = -math.log(1 - self._lives.between(0, 1)) * 3600 / hourly
+            lives_s = self._lives.exponential(3600 / hourly)
             self._fails(self._job, process, self._ranks[process], lives_s)
 
     def stays_out(self, number: int) -> None:
