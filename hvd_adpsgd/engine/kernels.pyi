@@ -5,6 +5,7 @@ FLOAT64: int
 BFLOAT16: int
 FLOAT16: int
 
+def fence() -> None: ...
 def itemsize(dtype: int) -> int: ...
 def snapshot(
     dtype: int,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_counters
 
 __all__ = ["Mates"]
@@ -78,19 +79,25 @@ class Mates:
 
     def closes(self, ends: bool = False) -> None:
         """Record that this learner submits no more gradients; `ends`: as it has entered shutdown()."""
+        fence()  # a mate that sees this also sees the last set as submitted
         self._mine[_CLOSED] = _ENDS if ends else self._mine[_CLOSED] or _CLOSES
 
     def have_ended(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` (inner ranks) that have entered shutdown()."""
-        return [rank for rank in ranks if self._rows[rank, _CLOSED] == _ENDS]
+        """Return those of `ranks` that `have_closed`, and have entered shutdown()."""
+        return [rank for rank in self.have_closed(ranks) if self._rows[rank, _CLOSED] == _ENDS]
 
     def submitted_by(self, rank: int) -> int:
         """Return how many sets of gradients learner `rank` (inner rank) has submitted."""
         return int(self._rows[rank, _COMPLETE])
 
     def have_closed(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` (inner ranks) that submit no more gradients."""
-        return [rank for rank in ranks if self._rows[rank, _CLOSED]]
+        """Return those of `ranks` (inner ranks) that are late with the present set, and have closed.
+
+        Lateness is read last: one that submits this set may close as soon as it is averaged.
+        """
+        closed = [rank for rank in ranks if self._rows[rank, _CLOSED]]
+        fence()
+        return [rank for rank in closed if self._are_late()[rank]]
 
     def refuses(self) -> None:
         """Record, before submitting the last gradient, that no learner may step with the present set."""
@@ -121,6 +128,7 @@ class Mates:
     def asks(self) -> None:
         """Record that this learner begins an operation over all learners, or over the super learner."""
         self._asked += 1
+        fence()  # a mate that sees this also sees the sets before as submitted
         self._mine[_ASKED] = (self.sets << 32) + self._asked
 
     def joins(self) -> None:
@@ -168,10 +176,11 @@ class Mates:
             # read `elsewhere` before `late`: in the other order, a learner that submits and averages this set
             # between the two reads would count both as late and as ahead
             elsewhere = self._elsewhere(others)
+            fence()
             late = self._are_late()
             if not late.any() or are_averaged():
                 return True
-            if (elsewhere & late).any() or self._rows[late, _CLOSED].any():
+            if (elsewhere & late).any() or self.have_closed(np.flatnonzero(late).tolist()):
                 return False
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_S)

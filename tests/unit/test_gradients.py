@@ -190,6 +190,22 @@ def test_a_learner_waits_for_gradients_that_come() -> None:
     assert found == [True]
 
 
+def test_one_that_has_submitted_its_last_set_and_closes_is_not_late() -> None:
+    """It does so after this learner has found it late, and before it looks for those that have closed."""
+    me, other = mates()
+    me.submitted()
+    late = me.late()
+    assert late == [1]
+    other.submitted()
+    other.averaged()
+    other.closes(ends=True)
+    assert me.have_closed(late) == me.have_ended(late) == []
+    me.averaged()
+    late = me.late()
+    assert me.have_closed(late) == me.have_ended(late) == [1]
+    assert me.submitted_by(1) == 1
+
+
 def test_a_learner_does_not_wait_for_one_that_waits_for_it() -> None:
     me, other, third = mates(3)
     me.submitted()

@@ -5,10 +5,21 @@
 
 from libc.stdint cimport int64_t
 
+cdef extern from *:
+    """
+    static inline void adpsgd_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+    """
+    void adpsgd_fence() nogil
+
 FLOAT32 = 0
 FLOAT64 = 1
 BFLOAT16 = 2
 FLOAT16 = 3
+
+
+def fence():
+    """Let no load or store of this thread move over this call; without it only x86 keeps their order."""
+    adpsgd_fence()
 
 
 def itemsize(int dtype):
