@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_adpsgd.messaging.messages import CHANNELS
 
-AGREEMENT, ABANDON, LEAVES, WAITS = 0, 1, 3, 4  # channels, as in messaging/messages
+AGREEMENT, ABANDON, LEAVES, WAITS, BETWEEN = 0, 1, 3, 4, 5  # channels, as in messaging/messages
 
 
 class SilentNetwork:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from hvd_adpsgd.engine.shared_memory import host_name
 from hvd_adpsgd.errors import TopologyError
 
 __all__ = ["LOOPBACK", "addresses", "choose_address", "interface_of", "network_name"]
@@ -19,10 +20,10 @@ LOOPBACK = "127.0.0.1"
 def network_name() -> str:
     """An identifier of the network namespace, equal in all processes that share its loopback interface.
 
-    Containers of one host share the kernel, and may each have a network namespace of their own.
+    Containers of one host share the kernel, and may each have a network namespace of their own. Virtual
+    machines that were resumed from one snapshot share boot id and namespace number, so the host name counts.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}:{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{host_name()}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -64,7 +65,7 @@ def choose_address(
     if nics is not None:
         return _of_interface([name.strip() for name in nics.split(",")], own)
     hosts = {host: [address for _, address in found] for host, found in known}
-    others = [host for host in hosts if host != here]
+    others = [host for host in hosts if host != here and not _is_same(host, here, hosts)]
     if not others:
         return LOOPBACK
     for other in others:
@@ -77,6 +78,12 @@ def choose_address(
         f"({', '.join(a for other in others for a in hosts[other]) or 'they have none'}) has a route from "
         "here. Name the interface that the hosts share in HVD_ADPSGD_NICS."
     )
+
+
+def _is_same(one: str, other: str, hosts: dict[str, list[str]]) -> bool:
+    """Whether two network names belong to containers that share a network, under host names of their own."""
+    spaces = {(name.partition(":")[0], name.rpartition(":")[2]) for name in (one, other)}
+    return len(spaces) == 1 and set(hosts[one]) == set(hosts[other])
 
 
 def _of_interface(names: Sequence[str], own: Sequence[tuple[str, str]]) -> str:

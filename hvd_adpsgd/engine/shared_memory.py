@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import socket
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,9 +148,12 @@ def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
 
 
 def host_name() -> str:
-    """An identifier of the running kernel (its boot id), the same in all processes of the host."""
+    """An identifier of the host, the same in all of its processes: boot id of the kernel, and host name.
+
+    Virtual machines that were resumed from one snapshot have the same boot id.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+        return f"{file.read().strip()}:{socket.gethostname()}"
 
 
 class File(NamedTuple):

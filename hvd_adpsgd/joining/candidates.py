@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -50,6 +51,7 @@ JOIN, JOIN_SECRET_FILE = "HVD_ADPSGD_JOIN", "HVD_ADPSGD_JOIN_SECRET_FILE"
 _REQUEST_S = 10.0
 _DISMISSED_S = 1.0  # wait for started processes to exit after the job, before they are killed
 _LOOPBACK = "127.0.0.1"
+_PORTS = range(12768, 32768)
 # Variables with which a launcher gives a process its rank; removed for a super learner started here.
 _OF_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -230,11 +232,21 @@ class JoiningSuperLearner:
 
 def _as_torchrun(size: int) -> list[dict[str, str]]:
     """Return the variables by which `size` processes of this host find each other, as torchrun sets them."""
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        port = probe.getsockname()[1]
-    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port)}
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(_free_port())}
     return [{**told, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(size)]
+
+
+def _free_port() -> int:
+    """Return a port at which no process listens, chosen at random below those that Linux gives away itself.
+
+    The first of the started processes opens it only later: a connection of another process must not have it
+    by then. A process that chooses the same port is a failed start, after which another one is tried.
+    """
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((_LOOPBACK, port))
+            return port
 
 
 def _difference(its: Sequence[str], ours: Sequence[str]) -> str:

@@ -374,7 +374,7 @@ def of_host(everyone: Any) -> Any:
     if isinstance(everyone, Communicator):
         # Slurm may have several nodes on one host, each with tasks and devices of its own
         node = os.environ.get("SLURM_NODEID")
-        mine = (host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev, node)
+        mine = (host_name(), os.stat(SHARED_FOLDER).st_dev, node)
         hosts = everyone.allgather(mine)
         return everyone.hub.communicator([rank for rank, host in enumerate(hosts) if host == mine])
 

@@ -47,7 +47,9 @@ _LAST_S = 5.0  # longest wait of the store's process for other processes, after 
 _ATTEMPT_S = 10.0  # longest time of one attempt to reach a store
 _AGAIN_S = 1.0  # longest pause between two attempts to reach a store
 _WARN_S = 10.0  # waiting time after which a warning says for which learners or which store
-_FIRST_PORT, _PORTS = 15000, 20000  # ports for Slurm jobs without MASTER_PORT, and their number
+# ports for Slurm jobs without MASTER_PORT, and their number: below 32768, where Linux begins to choose ports
+# for outgoing connections, one of which could have the port already
+_FIRST_PORT, _PORTS = 12768, 20000
 
 
 class Store(Protocol):
@@ -152,9 +154,8 @@ def _read(
                 f"init(): {launcher} started this process, and {name} is {value!r}, allowed is "
                 f"{'a host' if name == host else 'a number'}. Set it, or launch with `horovodrun -np N`."
             )
-    place = Place(
-        launcher, int(environ[rank]), int(environ[size]), environ[host], int(environ[port])
-    )
+    at = environ[host].strip("[]")  # of an IPv6 address; sockets take it without brackets
+    place = Place(launcher, int(environ[rank]), int(environ[size]), at, int(environ[port]))
     of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if place.rank >= place.size:
         raise LaunchError(
@@ -169,7 +170,8 @@ class HttpStore:
 
     def __init__(self, place: Place, seconds: float):
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        self._at = f"http://{place.host}:{place.port}/{SCOPE}"
+        host = f"[{place.host}]" if ":" in place.host else place.host  # IPv6
+        self._at = f"http://{host}:{place.port}/{SCOPE}"
         self._seconds = max(_AGAIN_S, min(_ATTEMPT_S, seconds))
 
     def set(self, key: str, value: str) -> None:
@@ -312,7 +314,8 @@ class StoreGather:
         call, place = f"{self._attempt}.{next(self._calls)}", self._place
         key = f"{call}.{place.rank}"
         try:
-            self._store.set(key, json.dumps([RELEASE, self._mine, value]))
+            mine = [RELEASE, self._mine, place.size, socket.gethostname(), value]
+            self._store.set(key, json.dumps(mine))
         except Exception as error:  # stores raise errors of many types
             raise self._lost(_first_line(error)) from error
         self._keys.append(key)
@@ -333,7 +336,11 @@ class StoreGather:
         if not is_there:
             raise self._not_there(call)
         try:
-            release, token, value = json.loads(data)
+            told = json.loads(data)
+            if not isinstance(told, list):
+                raise TypeError
+            release = told[0] if told else ""
+            token, size, host, value = told[1:] if release == RELEASE else ("", 0, "", None)
         except (ValueError, TypeError):
             raise LaunchError(
                 f"init(): what learner {rank} has written into {self._place.store} is not understood: "
@@ -344,6 +351,12 @@ class StoreGather:
             raise LaunchError(
                 f"init(): learner {rank} runs hvd_adpsgd {release}, learner {self._place.rank} runs "
                 f"{RELEASE}: two releases cannot train together. Install the same release on every host."
+            )
+        if size != self._place.size:
+            raise LaunchError(
+                f"init(): learner {self._place.rank} on {socket.gethostname()} was started as one of "
+                f"{self._place.size} processes, learner {rank} on {host} as one of {size}. Start all with "
+                "the same number (WORLD_SIZE, or the variable that the launcher sets)."
             )
         return token, value
 

@@ -23,6 +23,7 @@ its barrier the learner may be in MPI_Finalize, and then a call of MPI by this t
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -208,9 +209,15 @@ def _take() -> bool:
     return bool(heard and os.read(_reading, _BYTES))
 
 
+def _flush() -> None:
+    """Flush the output of Python and of C libraries: a signal and _exit() end a process without that."""
+    shutdown.flush_output()
+    ctypes.CDLL(None).fflush(None)
+
+
 def _end(status: int = 0) -> None:
     """Flush the script's output, and end the process: by SIGTERM, or with `status` if that is not 0."""
-    shutdown.finishes_within(shutdown.flush_output, _FLUSH_S)
+    shutdown.finishes_within(_flush, _FLUSH_S)
     shutdown.set_running(False)
     if status:
         os._exit(status)

@@ -207,6 +207,8 @@ class Attempt:
     def allreduce(self, mine: NDArray[Any], combine: Any = np.add) -> NDArray[Any]:
         """Return the arrays of all learners, combined element by element; the same bits on all learners.
 
+        Neither `mine` nor the result may change before `flush`: MPI may still read them.
+
         Args:
             mine: this learner's array; contiguous, with the same dtype and number of elements on all.
             combine: a commutative ufunc; with np.minimum and np.maximum, a NaN in one array gives NaN.

@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -278,10 +277,10 @@ def _met(attempt: _Member, host: Any) -> Hosts | None:
 def _host() -> Any:
     """Return the key of this host for Sharing, or, if it is unknown, a key that no other learner has."""
     with contextlib.suppress(OSError):
-        return host_name(), socket.gethostname(), os.stat(SHARED_FOLDER).st_dev
+        return host_name(), os.stat(SHARED_FOLDER).st_dev
     return alone()
 
 
 def alone() -> Any:
     """Return a key for Sharing that no other learner has, so that this one shares no memory."""
-    return host_name(), socket.gethostname(), os.getpid(), "alone"
+    return host_name(), os.getpid(), "alone"

@@ -46,7 +46,8 @@ COMPLETE, NO_ERROR = 1, 2
 _SPAN, CHANNELS = 2**13, 2**9
 # channels of messages; from FIRST_PHASE on, one for each collective of an attempt at an operation, in turn
 _AGREEMENT, _ABANDON, _LAST, _LEAVES, _WAITS, _BETWEEN, FIRST_PHASE = range(7)
-_FAILS, _FINISHES = 1, 2  # how learners leave: because of a failure, or after shutdown()
+# how learners leave: they were told to, because of a failure, or after shutdown()
+_TOLD, _FAILS, _FINISHES = range(3)
 FEW = 16  # up to so many learners, each learner sends to all: fewer steps, but n^2 messages
 _SHORTEST_PAUSE_S, _BUSY_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 2e-5, 1e-3
 _PATIENCE_S = 1.0  # longest wait for the message with the error for which a learner left an attempt
@@ -63,6 +64,12 @@ class AttemptAbandonedError(Exception):
     def __init__(self, reason: tuple[str, str, int] | None = None, is_told: bool = False):
         super().__init__(reason)
         self.reason, self.is_told = reason, is_told
+
+
+def _unreadable(error: Exception) -> TransportError:
+    return TransportError(
+        f"a message of another learner cannot be read ({error}). Run the same release on all of them."
+    )
 
 
 class Messages:
@@ -175,12 +182,21 @@ class Messages:
         if channel == _AGREEMENT:
             self._agree(source, buffer)
             return
+        try:
+            self._sort(source, tag, channel, buffer)
+        except Exception as error:  # pickle raises exceptions of many classes
+            raise _unreadable(error) from error
+
+    def _sort(self, source: int, tag: int, channel: int, buffer: Bytes) -> None:
+        """Note what a message says, or keep it for the attempt to which it belongs."""
         current = self.agreement.number
         number = current + (tag // CHANNELS - current + _SPAN // 2) % _SPAN - _SPAN // 2
         if channel == _LAST:
             self._inbox[0, _LAST, source].append(buffer)
         elif channel == _LEAVES:
             how, *leaving = np.frombuffer(buffer, dtype=np.int32).tolist()
+            if how not in (_TOLD, _FAILS, _FINISHES) or not set(leaving) <= set(range(self.size)):
+                raise ValueError(f"learners {leaving} of {self.size} leave, for reason {how}")
             self.left.update(leaving)
             self.failing.update(leaving if how == _FAILS else ())
             self.finished.update(leaving if how == _FINISHES else ())
@@ -191,6 +207,9 @@ class Messages:
             self._between.append((source, pickle.loads(buffer.tobytes())))
         elif channel == _ABANDON and number >= current - 1:
             reason = pickle.loads(buffer.tobytes())
+            if reason is not None:
+                name, text, rank = reason
+                reason = str(name), str(text), int(rank)
             self.abandoned[number] = self.abandoned.get(number) or reason
         elif channel >= FIRST_PHASE and number >= current:
             self._inbox[number, channel, source].append(buffer)
@@ -200,9 +219,7 @@ class Messages:
         try:
             self.agreement.receive(source, message.data)
         except ValueError as error:
-            raise TransportError(
-                f"a message of another learner cannot be read ({error}). Run the same release on all of them."
-            ) from None
+            raise _unreadable(error) from None
         self._after_agreement(before)
 
     def _after_agreement(self, before: int) -> None:
@@ -342,12 +359,12 @@ class Messages:
         self.say_left([self.place], _FAILS if fails else _FINISHES)
         self.flush(ends=ends)
 
-    def say_left(self, places: Sequence[int], how: int = 0) -> None:
+    def say_left(self, places: Sequence[int], how: int = _TOLD) -> None:
         """Notify all other learners that the learners at `places` leave; callable on any thread, at any time.
 
         Args:
             places: places of the learners that leave.
-            how: _FAILS, _FINISHES, or 0 if they were told to leave.
+            how: _TOLD, _FAILS or _FINISHES.
         """
         tag = self.agreement.number % _SPAN * CHANNELS + _LEAVES
         message = np.array([how, *places], dtype=np.int32).tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -140,6 +141,9 @@ class MpiTransport:
         # by source: (request, buffer, tag) of unfinished receives, in the order of sending
         self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}
         self._sending: list[tuple[Any, Any]] = []  # (request, buffer) of unfinished sends
+        # Messages.say_left sends on another thread than the one that polls. Without the lock, a send between
+        # the look at all requests and the new list would be lost, and its buffer freed while MPI reads it.
+        self._lock = threading.Lock()
         self._spare: list[Bytes] = []  # buffers of whole segments, for reuse
         self._status = MPI.Status()
         self._any_source, self._any_tag, self._byte = MPI.ANY_SOURCE, MPI.ANY_TAG, MPI.BYTE
@@ -159,16 +163,18 @@ class MpiTransport:
         if place in self.failed:
             return
         try:
-            request = self._comm.Isend([data, self._byte], place, tag)
-            if not request.Test():
-                self._sending.append((request, data))
+            with self._lock:
+                request = self._comm.Isend([data, self._byte], place, tag)
+                if not request.Test():
+                    self._sending.append((request, data))
         except self._mpi_exception as error:
             self._require_failure(error)
             self.failed.add(place)
 
     def _reap(self) -> None:
         if self._sending:
-            self._sending = [sent for sent in self._sending if not self._is_sent(sent[0])]
+            with self._lock:
+                self._sending = [sent for sent in self._sending if not self._is_sent(sent[0])]
 
     def _is_sent(self, request: Any) -> bool:
         try:

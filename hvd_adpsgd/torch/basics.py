@@ -12,6 +12,7 @@ from hvd_adpsgd.joining import candidates, joining
 from hvd_adpsgd.launch import bootstrap, torch_group
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.torch import membership
 from hvd_adpsgd.torch.rendezvous import TcpStore
 from hvd_adpsgd.training import cores, watching
 
@@ -67,6 +68,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         else:
             bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
             candidates.open_listener(worlds.current())
+        worlds.current().teardown.at_shutdown(membership.forget)
         cores.reserve(worlds.current())
         watching.start(worlds.current())
     _given = given

@@ -13,6 +13,7 @@ from hvd_adpsgd.launch.world import World
 __all__ = [
     "are_told",
     "failed_ranks",
+    "forget",
     "is_coordinator",
     "on_failure",
     "on_membership_change",
@@ -76,7 +77,7 @@ _told: tuple[int, ...] | None = None  # ranks at the last hvd.admit; None before
 
 
 def on_membership_change(callback: Callback) -> Callback:
-    """Register `callback(ranks)` for changes of the job's learners; for samplers, for instance.
+    """Register `callback(ranks)` for changes of the job's learners, until shutdown(); for samplers, say.
 
         @hvd.on_membership_change
         def shard(ranks):
@@ -110,8 +111,6 @@ def tell_membership(world: World, joined: bool) -> None:
         joined: whether this learner has just joined.
     """
     global _told
-    if _told is None:
-        world.teardown.at_shutdown(_forget)
     before = tuple(range(world.size)) if _told is None else _told
     _told = world.collectives.ranks
     if joined or _told != before:
@@ -119,7 +118,8 @@ def tell_membership(world: World, joined: bool) -> None:
             callback(_told)
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Forget all callbacks: another init() begins another job."""
     global _told
     _told = None
     _callbacks.clear()

@@ -12,7 +12,7 @@ import torch
 from hvd_adpsgd import errors
 from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.config import Config, environment_name
-from hvd_adpsgd.errors import AdpsgdError, ModelMismatchError, StrategyMismatchError
+from hvd_adpsgd.errors import ModelMismatchError, StrategyMismatchError, WorldError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.parameters import AveragingSpec, averaged_dtype
 from hvd_adpsgd.training.sharded import sharding
@@ -41,19 +41,20 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
     Args:
         world: the World of this learner.
         doing: name of the operation, for messages.
-        act: function without arguments; an AdpsgdError that it raises counts as failure.
+        act: function without arguments.
 
     Returns:
         What `act` returned on this learner.
 
     Raises:
-        AdpsgdError: what `act` raised on this learner, or an error of the same class that names the learner
-            on which it raised.
+        Exception: what `act` raised on this learner.
+        AdpsgdError: an error of the same class, if it is one of this library, that names the learner on which
+            `act` raised; else a WorldError with the text of that error.
     """
     result, error = None, None
     try:
         result = act()
-    except AdpsgdError as mine:
+    except Exception as mine:  # also of the script's own objects: the others wait in gather
         error = mine
     told = (type(error).__name__, str(error)) if error else None
     errors_by_rank = world.collectives.gather(doing, told)
@@ -61,7 +62,12 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
         raise error
     for rank, other in zip(world.collectives.ranks, errors_by_rank, strict=True):
         if other is not None:
-            raise getattr(errors, other[0])(f"learner {rank}: {other[1]}")
+            name, text = other
+            if name in errors.__all__:
+                raise getattr(errors, name)(f"learner {rank}: {text}")
+            raise WorldError(
+                f"{doing}: learner {rank} raised {name}: {text}. Correct what it was given there."
+            )
     return result  # type: ignore[return-value]
 
 

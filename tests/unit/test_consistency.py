@@ -13,9 +13,9 @@ import pytest
 from hvd_adpsgd import PROTOCOL, __version__
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.errors import LaunchError, ModelMismatchError
+from hvd_adpsgd.errors import LaunchError, ModelMismatchError, WorldError
 from hvd_adpsgd.launch import bootstrap
-from hvd_adpsgd.training.consistency import require_same
+from hvd_adpsgd.training.consistency import require_same, unanimous
 from hvd_adpsgd.training.engines import _with_chunks_for
 
 
@@ -107,3 +107,29 @@ def test_chunks_above_the_default_size_are_bounded_by_the_model() -> None:
     assert _with_chunks_for(Config(chunk_kib=65536), [small]).chunk_kib == Config.chunk_kib
     assert _with_chunks_for(Config(chunk_kib=65536), [large]).chunk_kib == 32 * 1024
     assert _with_chunks_for(Config(chunk_kib=64), [large]).chunk_kib == 64
+
+
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [(TypeError("no tensor"), WorldError), (ModelMismatchError("no tensor"), ModelMismatchError)],
+)
+def test_an_error_of_any_class_on_one_learner_is_raised_on_all(
+    error: Exception, elsewhere: type[Exception]
+) -> None:
+    """Otherwise the others would wait in the operation in which all say whether they failed."""
+    meeting = Meeting((0, 1, 2))
+
+    def fail() -> None:
+        raise error
+
+    with ThreadPoolExecutor(3) as threads:
+        acts = [int, fail, int]
+        done = [
+            threads.submit(unanimous, meeting.world(rank), "wrap", act)
+            for rank, act in enumerate(acts)
+        ]
+    raised = [each.exception() for each in done]
+    assert [type(each) for each in raised] == [elsewhere, type(error), elsewhere]
+    assert raised[1] is error
+    for each in (raised[0], raised[2]):
+        assert "learner 1" in str(each) and "no tensor" in str(each)

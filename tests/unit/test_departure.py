@@ -47,7 +47,7 @@ def start() -> Iterator:
         source = textwrap.dedent(START) + textwrap.dedent(program)
         process = subprocess.Popen(
             [*above, sys.executable, "-c", source],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -77,6 +77,19 @@ def test_a_leader_that_is_blocked_in_c_departs_and_ends(start, last, status):
     said = process.stderr.read()
     assert said.count("super learner 0 (here) leaves") == 1
     assert "ZeroDivisionError" in said
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_c_libraries_have_printed_is_not_lost(start, last):
+    """Into a pipe they write when their buffer is full, or when somebody flushes it."""
+    process, pid = start(f"""
+        import ctypes
+        ctypes.CDLL(None).printf(b"printed-in-C")
+        preemption.watch(departure(last={last}))
+        wait_here()
+    """)
+    os.kill(pid, signal.SIGTERM)
+    assert rest(process) == ["last", "first", "told", "printed-in-C"]
 
 
 def test_a_mate_ends_once_the_leader_has_departed(start):

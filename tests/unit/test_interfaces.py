@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvd_adpsgd.engine import interfaces
+from hvd_adpsgd.engine import interfaces, shared_memory
 from hvd_adpsgd.engine.interfaces import LOOPBACK, addresses, choose_address
 from hvd_adpsgd.errors import TopologyError
 
@@ -64,3 +64,26 @@ def test_this_host_has_no_loopback_among_its_addresses() -> None:
 def test_a_route_is_asked_of_the_system() -> None:
     assert interfaces._source_towards(LOOPBACK) == LOOPBACK
     assert interfaces._source_towards("255.255.255.255") is None
+
+
+def test_clones_of_one_machine_are_two_hosts(routes: dict[str, str]) -> None:
+    """They share boot id and namespace number, as they were resumed from one snapshot of memory."""
+    routes["10.0.0.2"] = "10.0.0.1"
+    one, other = "boot:clone1:4026531840", "boot:clone2:4026531840"
+    known = [(one, [BRIDGE, ("eth0", "10.0.0.1")]), (other, [BRIDGE, ("eth0", "10.0.0.2")])]
+    assert choose_address(None, one, known) == "10.0.0.1"
+
+
+def test_containers_that_share_a_network_are_one_host(routes: dict[str, str]) -> None:
+    """Under host names of their own: they have the same addresses."""
+    one, other = "boot:container1:5", "boot:container2:5"
+    known = [(name, [BRIDGE, ("eth0", "10.0.0.1")]) for name in (one, other)]
+    assert choose_address(None, one, known) == LOOPBACK
+
+
+def test_the_host_name_tells_clones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for host in ("clone1", "clone2"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        names.append((interfaces.network_name(), shared_memory.host_name()))
+    assert names[0][0] != names[1][0] and names[0][1] != names[1][1]

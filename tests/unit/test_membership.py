@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.lifecycle.shutdown import Teardown
+from hvd_adpsgd.torch import basics
+from hvd_adpsgd.torch import membership as callbacks
 
 ALIVE, SUSPECT, LEFT, FAILED = PeerState
 
@@ -192,3 +198,22 @@ def test_a_learner_that_does_not_lead_warns_of_nothing(lines) -> None:
     membership.is_leader = False
     membership.update([(1, FAILED)])
     assert [warns for warns, _ in lines()] == [False]
+
+
+def test_callbacks_are_forgotten_in_shutdown_also_without_a_call_of_admit(monkeypatch) -> None:
+    """Otherwise those of a job would be called in the next one of the same process, with its ranks."""
+    world = SimpleNamespace(teardown=Teardown(None, made(), (0,), np.zeros(1)), config=Config())
+    monkeypatch.setattr(worlds, "_current", None)
+    monkeypatch.setattr(basics.joining, "is_joining", lambda config: False)
+    monkeypatch.setattr(basics.bootstrap, "init", lambda *args, **options: worlds.put(world))
+    for module, name in (
+        ("candidates", "open_listener"),
+        ("cores", "reserve"),
+        ("watching", "start"),
+    ):
+        monkeypatch.setattr(getattr(basics, module), name, lambda world: None)
+    basics.init()
+    callbacks.on_membership_change(lambda ranks: None)
+    assert callbacks.are_told()
+    assert not list(world.teardown.run_stops())
+    assert not callbacks.are_told()

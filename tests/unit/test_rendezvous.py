@@ -7,6 +7,7 @@ import json
 import pickle
 import socket
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,15 +47,15 @@ GLOO = {
         (TORCHRUN, ("torchrun, or a launcher like it", 2, 4, "node1", 29500, False)),
         (GLOO, ("horovodrun --gloo", 1, 2, "10.0.0.1", 1234, True)),
         ({**TORCHRUN, **GLOO}, ("horovodrun --gloo", 1, 2, "10.0.0.1", 1234, True)),
-        (SRUN, ("srun", 3, 8, "node07", 16000, False)),
+        (SRUN, ("srun", 3, 8, "node07", 13768, False)),
         ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("srun", 3, 8, "a", 5, False)),
-        ({**SRUN, "SLURM_STEP_NODELIST": "a1,b2"}, ("srun", 3, 8, "a1", 16000, False)),
-        ({**SRUN, "SLURM_STEP_NODELIST": "r[1-2]-ib"}, ("srun", 3, 8, "r1-ib", 16000, False)),
+        ({**SRUN, "SLURM_STEP_NODELIST": "a1,b2"}, ("srun", 3, 8, "a1", 13768, False)),
+        ({**SRUN, "SLURM_STEP_NODELIST": "r[1-2]-ib"}, ("srun", 3, 8, "r1-ib", 13768, False)),
         (
             {**SRUN, "SLURM_STEP_NODELIST": "r[1-2]n[04,07-9]-ib,x"},
-            ("srun", 3, 8, "r1n04-ib", 16000, False),
+            ("srun", 3, 8, "r1n04-ib", 13768, False),
         ),
-        ({**SRUN, "SLURM_STEP_NODELIST": "solo"}, ("srun", 3, 8, "solo", 16000, False)),
+        ({**SRUN, "SLURM_STEP_NODELIST": "solo"}, ("srun", 3, 8, "solo", 13768, False)),
     ],
 )
 def test_what_launchers_set(environ: dict[str, str], place: tuple[Any, ...] | None) -> None:
@@ -119,7 +120,7 @@ class Shelf(dict[str, Any]):
 
 
 PLACE = Place("a test", 0, 4, "127.0.0.1", 1)
-OTHER = json.dumps([RELEASE, "", 1])
+OTHER = json.dumps([RELEASE, "", 4, "node1", 1])
 
 
 def test_those_that_do_not_come_are_named_at_the_deadline() -> None:
@@ -243,3 +244,36 @@ def test_what_one_learner_lacks_is_an_error_on_all(
     with pytest.raises(LaunchError) as raised:
         bootstrap._require_fit([{"unresolved": ""}, answer])
     assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "[fd00::1]"])
+def test_an_ipv6_address_of_the_store_is_understood(address: str) -> None:
+    """With brackets or without; sockets take it without, a URL needs them."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "80"}
+    place = of_environment(environ)
+    assert place is not None and place.host == "fd00::1"
+    assert urllib.parse.urlsplit(HttpStore(place, 1.0)._at).netloc == "[fd00::1]:80"
+
+
+def test_different_numbers_of_processes_are_named_with_their_hosts() -> None:
+    """They find each other, and would then wait for a connection that nobody opens."""
+    store, deadline = Shelf(), Deadline(60)
+    gathers = [
+        StoreGather(store, PLACE._replace(rank=rank, size=size), deadline)
+        for rank, size in ((0, 2), (1, 3))
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(gather, 1) for gather in gathers]
+    here = socket.gethostname()
+    for rank, other, gather in ((0, 1, done[0]), (1, 0, done[1])):
+        sizes = {0: 2, 1: 3}
+        error = str(gather.exception())
+        assert f"learner {rank} on {here} was started as one of {sizes[rank]} processes" in error
+        assert f"learner {other} on {here} as one of {sizes[other]}" in error
+
+
+def test_default_ports_of_slurm_jobs_are_none_of_outgoing_connections() -> None:
+    for job in (1, 7231, 19999, 20000, 12767231):
+        slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(job)}
+        place = of_environment({**slurm, "SLURM_STEP_NODELIST": "node1"})
+        assert place is not None and 1024 < place.port < 32768
