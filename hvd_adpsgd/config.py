@@ -615,6 +615,6 @@ def _require_known(name: str, known: Iterable[str], kind: str, where: str) -> No
         return
     near = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.0)
     raise ConfigError(
-        f"unknown {kind} {name} in {where}: it is none of the {len(names)} known "
-        f"({', '.join(names.values())}). Did you mean {names[near[0]]}? Rename it or remove it."
+        f"unknown {kind} {name} in {where}. Did you mean {names[near[0]]}? Rename it or remove it: "
+        "docs/options.md lists all."
     )

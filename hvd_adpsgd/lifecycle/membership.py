@@ -22,12 +22,19 @@ log = logging.getLogger("hvd_adpsgd")
 
 _REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure
 _THERE, _LEFT, _FAILED = range(3)  # bytes that the learners of a super learner share
+# by state: what has happened to a super learner, and what follows while this one trains
 _NEWS = {
-    PeerState.SUSPECT: "is silent{where}. Averaging skips it until it answers; raise "
-    "HVD_ADPSGD_DEADLINE_S if it is only slow.",
-    PeerState.ALIVE: "answers again{where}. Averaging continues with it.",
-    PeerState.LEFT: "has left{where}. Averaging continues among its peers.",
-    PeerState.FAILED: "has failed{where}. Training continues without it.",
+    PeerState.SUSPECT: (
+        "is silent",
+        "Averaging skips it until it answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
+    ),
+    PeerState.ALIVE: ("answers again", "Averaging continues with it."),
+    PeerState.LEFT: ("has left", "Averaging continues among its peers."),
+    PeerState.FAILED: ("has failed", "Training continues without it."),
+}
+_ALONE = {
+    PeerState.LEFT: "No other super learner trains.",
+    PeerState.FAILED: "Training continues without it, and no other super learner trains.",
 }
 
 
@@ -72,12 +79,18 @@ class Membership:
             int, tuple[float, str]
         ] = {}  # by super_rank: failures logged as information, as a lower super_rank logs the warning
 
-    def update(self, news: Iterable[tuple[int, PeerState]], step: int | None = None) -> None:
+    def update(
+        self,
+        news: Iterable[tuple[int, PeerState]],
+        step: int | None = None,
+        ends: bool = False,
+    ) -> None:
         """Record the state changes of super learners that an engine reports, then log a line for each change.
 
         Args:
             news: pairs (super_rank, new state).
-            step: the trainer's present step, for the log; None: not known.
+            step: this super learner's present step, for the log; None: not known.
+            ends: whether this super learner stops to average, so that nothing continues here.
         """
         final = PeerState.FAILED
         news = [(i, PeerState.LEFT if i in self._departed else state) for i, state in news]
@@ -85,12 +98,15 @@ class Membership:
         for i, state in news:
             self.states[i] = state
             self._share(i, state)
-        where = "" if step is None else f" at step {step}"
+        where = "" if step is None else f" at step {step} of super learner {self.own}"
         for i, state in news:
             if (i, state) not in self._told:
                 self._told.add((i, state))
-                line = f"super learner {i} ({self.names[i]}) {_NEWS[state].format(where=where)}"
-                self._tell(i, state, line)
+                what, then = _NEWS[state]
+                if self.is_alone:
+                    then = _ALONE.get(state, then)
+                then = "" if ends else f" {then}"
+                self._tell(i, state, f"super learner {i} ({self.names[i]}) {what}{where}.{then}")
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
             self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)

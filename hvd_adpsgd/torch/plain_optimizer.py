@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner import backend, horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
@@ -190,8 +190,9 @@ def say_nothing_to_average(world: World, strategy: Strategy) -> None:
     if strategy.averages != "nothing":
         _said_nothing_to_average = True
         log.warning(
-            "one super learner of %d learner%s: nothing to average between super learners, this is "
-            "plain Horovod. HVD_ADPSGD_SUPER_LEARNER_SIZE=k cuts a host into super learners of k.",
+            "one super learner of %d learner%s: nothing to average between super learners; %s averages the "
+            "gradients. HVD_ADPSGD_SUPER_LEARNER_SIZE=k cuts a host into super learners of k.",
             world.size,
             "" if world.size == 1 else "s",
+            "Horovod" if backend() == "horovod" else "torch.distributed",
         )

@@ -99,8 +99,9 @@ def _spare(pool: tuple[object, ...], learners: Sequence[Learner]) -> tuple[int, 
 def _listed(text: str) -> tuple[int, ...]:
     """Parse a list of cores in the form of taskset, such as 3 or 2,5-7; each core once."""
     if not re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text, re.ASCII):
+        shown = text if len(text) <= 80 else f"{text[:80]}..."
         raise ConfigError(
-            f"{NAME}={text[:80]}: allowed are auto, and cores as 3 or 2,5-7, up to 9999. Correct it."
+            f"{NAME}={shown}: allowed are auto, and cores as 3 or 2,5-7, up to 9999. Correct it."
         )
     found: list[int] = []
     for part in text.split(","):

@@ -128,10 +128,14 @@ class Engines:
         self._super_learner.barrier()
         self.current.memory.all_met()
 
-    def tell_membership(self) -> None:
-        """Report to `membership` which peers have failed, left or answered again since the last call."""
+    def tell_membership(self, ends: bool = False) -> None:
+        """Report to `membership` which peers have failed, left or answered again since the last call.
+
+        Args:
+            ends: whether the engine has ended, and with it the averaging.
+        """
         membership = self._world.membership
-        membership.update(self.peer_news(), self._super_learner.step())
+        membership.update(self.peer_news(), self._super_learner.step(), ends)
         self.current.memory.training = membership.training
 
     def peer_news(self) -> list[tuple[int, PeerState]]:
@@ -154,7 +158,7 @@ class Engines:
         """Stop the engine, which notifies the peers, and free its memory; takes bounded time."""
         world = self._world
         self.current.stop(broken=world.teardown.fails or self._has_lost_a_learner())
-        self.tell_membership()
+        self.tell_membership(ends=True)
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self._record.events(self.current)

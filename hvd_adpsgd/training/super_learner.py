@@ -214,9 +214,10 @@ def _if_a_learner_failed(
 def leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:
     """Let this super learner, of which a learner has failed, leave the job; return the error to raise."""
     who = f"learner {', '.join(map(str, sorted(failed)))}" if failed else "another learner"
+    rest = "no other trains" if world.membership.is_alone else "the others train on without it"
     message = (
         f"{where}, learner {world.rank} of super learner {world.super_rank}: {who} of it has failed, so "
-        "this super learner leaves, and the others train on without it. Start the job again from a "
+        f"this super learner leaves, and {rest}. Start the job again from a "
         "checkpoint to have it back, unless its script calls hvd.admit, which replaces it."
     )
     return _leave(world, message)

@@ -40,6 +40,7 @@ __all__ = ["log", "log_to", "running", "start"]
 logger = logging.getLogger("hvd_adpsgd")
 
 _MOST, _LONGEST = 64, 128  # most names of scalars, and most characters of a name
+_SHOWN = 80  # most characters of a value in a message
 _LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is reported
 _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 # seconds before a new first leader opens its page: else each would, as leaders leave at the end of a job
@@ -137,8 +138,9 @@ def _number(name: str, value: Any) -> Any:
         except OverflowError:
             return math.inf if plain > 0 else -math.inf
     shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     raise ConfigError(
-        f"hvd.log({name}=...): {shown[:80]} is no number. Pass a number or a tensor of one element, for "
+        f"hvd.log({name}=...): {shown} is no number. Pass a number or a tensor of one element, for "
         "instance loss.mean()."
     )
 

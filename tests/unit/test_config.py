@@ -201,8 +201,12 @@ def test_constructor_stores_plain_values():
     ],
 )
 def test_unknown_variable_names_the_nearest(wrong, right):
-    with pytest.raises(ConfigError, match=rf"{wrong} .*Did you mean {right}\?"):
+    """First, and not behind the names of all options."""
+    with pytest.raises(
+        ConfigError, match=rf"{wrong} in environment\. Did you mean {right}\?"
+    ) as error:
         Config.from_environment({wrong: "1"})
+    assert str(error.value).count("HVD_ADPSGD_") == 2
 
 
 def test_unknown_variable_is_refused_even_when_empty():

@@ -55,7 +55,7 @@ def test_lines_say_who_when_and_what_now_and_only_once(lines):
     assert lines() == [
         (
             False,
-            "super learner 1 (node1) is silent at step 1842. Averaging skips it until it "
+            "super learner 1 (node1) is silent at step 1842 of super learner 0. Averaging skips it until it "
             "answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
         )
     ]
@@ -68,8 +68,15 @@ def test_lines_say_who_when_and_what_now_and_only_once(lines):
     assert lines() == []
     membership.update([(1, FAILED), (2, LEFT)], 9)
     assert lines() == [
-        (True, "super learner 1 (node1) has failed at step 9. Training continues without it."),
-        (False, "super learner 2 (node2) has left at step 9. Averaging continues among its peers."),
+        (
+            True,
+            "super learner 1 (node1) has failed at step 9 of super learner 0. Training continues without it.",
+        ),
+        (
+            False,
+            "super learner 2 (node2) has left at step 9 of super learner 0. Averaging continues among its "
+            "peers.",
+        ),
     ]
     membership.update([(1, FAILED), (1, ALIVE)], 10)
     assert lines() == []
@@ -217,3 +224,19 @@ def test_callbacks_are_forgotten_in_shutdown_also_without_a_call_of_admit(monkey
     assert callbacks.are_told()
     assert not list(world.teardown.run_stops())
     assert not callbacks.are_told()
+
+
+@pytest.mark.parametrize("state", [FAILED, LEFT])
+def test_lines_do_not_say_that_something_continues_where_nothing_does(lines, state):
+    membership = made(n=3)
+    membership.update([(1, state)], 9)
+    assert "continues" in lines()[0][1]
+    membership.update([(2, state)], 9)
+    assert lines()[0][1].endswith(
+        "no other super learner trains."
+        if state is FAILED
+        else "9 of super learner 0. No other super learner trains."
+    )
+    at_the_end = made(n=3)
+    at_the_end.update([(1, state)], 9, ends=True)
+    assert lines()[0][1].endswith("at step 9 of super learner 0.")
