@@ -12,7 +12,7 @@ import numpy as np
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.wire import SystemClock
 from hvd_adpsgd.engine.wire_tcp import TcpWire
-from tests.unit.test_shown_models import CHUNK_NBYTES, Shown
+from tests.shown import CHUNK_NBYTES, Shown
 
 NEWS_RECORD, RANK = struct.Struct("=3i"), struct.Struct("=i")
 MEMBERS = 3  # of which two or three are made

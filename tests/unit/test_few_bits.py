@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
-from tests.unit.test_kernels import decode, encode, raw, wide
+from tests.elements import decode, encode, raw, wide
 
 CHUNK_NBYTES = 65536
 BITS = (8, 4)

@@ -31,6 +31,7 @@ from hvd_adpsgd.engine.handshake import (
     Hello,
     NotAMember,
 )
+from tests.hostile import mutated
 
 SECRET = bytes(range(SECRET_NBYTES))
 OTHER = bytes(SECRET_NBYTES)
@@ -106,22 +107,6 @@ def test_one_wrong_bit_anywhere_is_refused(in_hello: int, in_reply: int) -> None
 def _flipped(data: bytes, bit: int) -> bytes:
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
-def mutated(data: bytes, draw: random.Random) -> bytes:
-    """With bits flipped, bytes dropped or added, or parts exchanged; not the same."""
-    changed = bytearray(data)
-    while changed == data:
-        kind, at = draw.randrange(4), draw.randrange(len(data))
-        if kind == 0:
-            changed[at] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            del changed[at : at + draw.randint(1, 8)]
-        elif kind == 2:
-            changed[at:at] = draw.randbytes(draw.randint(1, 8))
-        else:
-            changed = changed[at:] + changed[:at]
     return bytes(changed)
 
 

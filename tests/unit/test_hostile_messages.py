@@ -22,8 +22,8 @@ from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import WIRE_CODES
 from hvd_adpsgd.engine.wire_tcp import TcpWire
+from tests.hostile import mutated
 from tests.members import MEMBERS, WEIGHT, Member
-from tests.unit.test_handshake import mutated
 
 CONTROL, AGREEMENT = 1, 2  # channels
 COUNT = -3  # ... of a head that confirms messages

@@ -12,7 +12,7 @@ import pytest
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.training import cores
-from tests.unit.test_kernels import DTYPES, decode, encode, raw, wide
+from tests.elements import DTYPES, decode, encode, raw, wide
 
 CHUNK_NBYTES = 1024
 COUNTS = (3, 1000, 5001, 17)

@@ -30,7 +30,7 @@ def tree(tmp_path_factory) -> Path:
     built = shutil.ignore_patterns("*.so", "__pycache__")
     for folder in ("hvd_adpsgd", "ext"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=built)
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "NOTICE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree)
     return tree

@@ -8,22 +8,7 @@ import pytest
 from hvd_adpsgd.engine import shared_memory
 from hvd_adpsgd.errors import PeerFailedError
 from tests.holdings import holdings
-
-
-class TwoLearners:
-    """What a shared asks of a communicator, as the leader of two sees it."""
-
-    def Get_size(self):
-        return 2
-
-    def Get_rank(self):
-        return 0
-
-    def bcast(self, value, root=0):
-        return value
-
-    def allgather(self, value):
-        return [value, value]
+from tests.shown import TwoLearners
 
 
 def test_a_model_with_nothing_to_average_has_a_mailbox_too():

@@ -15,55 +15,12 @@ from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots
-from tests.unit.test_kernels import DTYPES, PAIRS, decode, draw, encode, raw, wide
-from tests.unit.test_shared_memory import TwoLearners
+from tests.elements import DTYPES, PAIRS, decode, draw, encode, raw, wide
+from tests.shown import CHUNK_NBYTES, Shown, TwoLearners
 
 OUTBOX = OutboxShape(2 * 65536, 65536)
 
 MERGED, NOT_FINITE, CHANGING = 0, 1, 2
-CHUNK_NBYTES = 4096
-
-
-class Shown:
-    """A super learner of one learner whose model peers may read."""
-
-    def __init__(self, values, dtype="float32", inner=None, later=0):
-        self.dtype = dtype
-        self.model = encode(np.asarray(values), dtype)
-        self.memory = ShardMemory(CHUNK_NBYTES, inner, True, True)
-        self.memory.extend([TensorSpec("model", self.model.shape, dtype)])
-        self.addresses = [self.model.ctypes.data]
-        if later:
-            self.more = encode(np.zeros(later), dtype)
-            self.memory.extend([TensorSpec("more", self.more.shape, dtype)])
-            self.addresses.append(self.more.ctypes.data)
-        self.step = 0
-        self.offer()
-
-    @property
-    def store(self):
-        return self.memory.store
-
-    @property
-    def place(self):
-        front = self.memory._shown[0].front.ctypes.data
-        return front, front + self.memory._shown[1]
-
-    def offer(self):
-        self.memory.absorb(np.array(self.addresses, np.uintp), self.step)
-        self.step += 1
-
-    def apply(self):
-        if not self.memory.published:
-            self.memory.publish()
-        self.memory.all_met()
-        self.offer()
-
-    def state(self):
-        """The model with all that is owed to it."""
-        parts = [np.zeros(c.count, wide(self.dtype)) for c in self.memory.layout.parts[0].chunks]
-        assert all(self.store.share(i, raw(part)) for i, part in enumerate(parts))
-        return np.concatenate(parts).astype(np.float64)
 
 
 def average(a, b, chunk=0, wire=-1, weight=0.5):

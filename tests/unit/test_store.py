@@ -18,8 +18,8 @@ from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.turns import LONGEST, LOOKS, Moves, steps_between_copies
-from tests.unit.test_kernels import DTYPES, decode, encode, wide
-from tests.unit.test_shared_memory import TwoLearners
+from tests.elements import DTYPES, decode, encode, wide
+from tests.shown import TwoLearners
 
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 

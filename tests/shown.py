@@ -1,0 +1,69 @@
+"""A super learner whose model peers may read, in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_adpsgd.engine.layout import TensorSpec
+from hvd_adpsgd.engine.shard_memory import ShardMemory
+from tests.elements import encode, raw, wide
+
+CHUNK_NBYTES = 4096
+
+
+class Shown:
+    """A super learner of one learner whose model peers may read."""
+
+    def __init__(self, values, dtype="float32", inner=None, later=0):
+        self.dtype = dtype
+        self.model = encode(np.asarray(values), dtype)
+        self.memory = ShardMemory(CHUNK_NBYTES, inner, True, True)
+        self.memory.extend([TensorSpec("model", self.model.shape, dtype)])
+        self.addresses = [self.model.ctypes.data]
+        if later:
+            self.more = encode(np.zeros(later), dtype)
+            self.memory.extend([TensorSpec("more", self.more.shape, dtype)])
+            self.addresses.append(self.more.ctypes.data)
+        self.step = 0
+        self.offer()
+
+    @property
+    def store(self):
+        return self.memory.store
+
+    @property
+    def place(self):
+        front = self.memory._shown[0].front.ctypes.data
+        return front, front + self.memory._shown[1]
+
+    def offer(self):
+        self.memory.absorb(np.array(self.addresses, np.uintp), self.step)
+        self.step += 1
+
+    def apply(self):
+        if not self.memory.published:
+            self.memory.publish()
+        self.memory.all_met()
+        self.offer()
+
+    def state(self):
+        """The model with all that is owed to it."""
+        parts = [np.zeros(c.count, wide(self.dtype)) for c in self.memory.layout.parts[0].chunks]
+        assert all(self.store.share(i, raw(part)) for i, part in enumerate(parts))
+        return np.concatenate(parts).astype(np.float64)
+
+
+class TwoLearners:
+    """What a shared asks of a communicator, as the leader of two sees it."""
+
+    def Get_size(self):
+        return 2
+
+    def Get_rank(self):
+        return 0
+
+    def bcast(self, value, root=0):
+        return value
+
+    def allgather(self, value):
+        return [value, value]
