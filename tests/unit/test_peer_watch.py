@@ -33,7 +33,7 @@ class Job:
             super_rank=1,
             groups=((0, 1), (4, 5)),
             collectives=collectives,
-            membership=SimpleNamespace(fail=lambda ranks: None),
+            membership=SimpleNamespace(fail=lambda ranks: None, is_alone=False),
             teardown=SimpleNamespace(at_shutdown=lambda act: None),
         )
         for name, value in {
