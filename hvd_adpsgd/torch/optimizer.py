@@ -57,7 +57,7 @@ from hvd_adpsgd.training.inner_averaging import (
     drop_gradients,
     drop_hooks,
     grouped_allreduce_grad_async,
-    register_hooks,
+    introduce,
     require_no_handles,
     synchronize,
     watch_computed,
@@ -364,38 +364,31 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     require_same_kind(self._averaging.world, self._averaging.spec, param_group)
     require_shareable_moments(self._averaging.spec, self, [param_group], "add_param_group")
     self._parent.add_param_group(self, param_group)
-    _average_added(self, len(self.param_groups) - 1, self.param_groups[-1]["params"])
+    prefix = f"allreduce.added.{len(self.param_groups) - 1}"
+    _average_added(self, prefix, self.param_groups[-1]["params"])
 
 
-def _average_added(self: Any, number: int, parameters: list[torch.Tensor]) -> None:
-    """Train and average further parameters, which group `number` of the optimizer has now."""
-    names = {p: f"allreduce.added.{number}.{j}" for j, p in enumerate(parameters)}
+def _average_added(self: Any, prefix: str, parameters: list[torch.Tensor]) -> None:
+    """Train and average further parameters, which the optimizer has now; their names begin with `prefix`."""
+    names = {p: f"{prefix}.{j}" for j, p in enumerate(parameters)}
     added = self._averaging.rule.extend(trained_tensors(names, [{"params": parameters}]))
     self._averaging.tensors.add(added)
-    for parameter, name in names.items():
-        self._parameter_names[parameter] = name
-        self._allreduce_delay[parameter] = self.backward_passes_per_step
-        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer lacks `_groups`
-            self._p_to_group[parameter] = (parameter,)
-            self._group_counts[(parameter,)] = 0
-        # Horovod's Adasum optimizer has a tensor per parameter here
-        if hasattr(self, "_starting_models"):
-            self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
-    if self._averaging.world.inner_size > 1 and self._averaging.spec.averages_gradients:
-        register_hooks(self, parameters)
+    is_averaged = self._averaging.world.inner_size > 1 and self._averaging.spec.averages_gradients
+    introduce(self, names, is_averaged)
 
 
 def _average_replaced(self: Any) -> None:
     """Average the parameters in param_groups that a script has set in place of the optimizer's."""
     known = self._averaging.tensors.trained
-    for number, group in enumerate(self.param_groups):
+    for group in self.param_groups:
         parameters = [p for p in group["params"] if p.requires_grad and id(p) not in known]
         if parameters:
             _require_extensible(self)
             new = {**group, "params": parameters}
             require_same_kind(self._averaging.world, self._averaging.spec, new)
             require_shareable_moments(self._averaging.spec, self, [new], "param_groups")
-            _average_added(self, number, parameters)
+            # a group of this number may have been added before
+            _average_added(self, f"allreduce.replaced.{len(known)}", parameters)
 
 
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hvd_adpsgd.training.inner_averaging import (
     drop_gradients,
     drop_hooks,
     gradients_of,
+    introduce,
     is_compared,
     lay_out_gradient,
     refuse_different,
@@ -61,6 +62,7 @@ def become_plain(
     kind._parent, kind.close, kind._closed = parent, _plain_close, False
     kind._unseen = list(named)  # until the first step has looked at the model
     kind.zero_grad, kind.load_state_dict = _plain_zero_grad, _plain_load_state_dict
+    kind.add_param_group = _plain_add_param_group
     if not hasattr(wrapped, "_starting_models"):
         kind.step = plain_step
     _repair(wrapped)
@@ -108,9 +110,25 @@ def _plain_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
     self._parent.zero_grad(self, *args, **kwargs)
 
 
+def _plain_add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    self._parent.add_param_group(self, param_group)
+    _introduce_added(self)
+
+
+def _introduce_added(self: Any) -> None:
+    """Average the gradients of parameters that Horovod's constructor has not seen."""
+    if not self._grad_accs:  # one learner, or the script averages gradients
+        return
+    known = self._requires_update
+    for group in self.param_groups:
+        added = [p for p in group["params"] if p.requires_grad and p not in known]
+        introduce(self, {p: f"allreduce.added.{len(known) + j}" for j, p in enumerate(added)}, True)
+
+
 def _plain_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     drop_gradients(self)
     reunite(self)
+    _introduce_added(self)
     with keeping_held(self):
         self._parent.load_state_dict(self, *args, **kwargs)
 

@@ -41,10 +41,10 @@ __all__ = [
     "first_by_name",
     "gradients_of",
     "grouped_allreduce_grad_async",
+    "introduce",
     "is_compared",
     "lay_out_gradient",
     "refuse_different",
-    "register_hooks",
     "require_no_handles",
     "submit_missing",
     "synchronize",
@@ -110,7 +110,22 @@ def _note_computed(optimizer: weakref.ref[Any], parameter: torch.Tensor, *_: Any
         self._gradients.computed(parameter)
 
 
-def register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
+def introduce(self: Any, names: dict[torch.Tensor, str], is_averaged: bool) -> None:
+    """Tell Horovod's wrapper of added parameters; with `is_averaged` it averages their gradients, too."""
+    for parameter, name in names.items():
+        self._parameter_names[parameter] = name
+        self._allreduce_delay[parameter] = self.backward_passes_per_step
+        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer lacks `_groups`
+            self._p_to_group[parameter] = (parameter,)
+            self._group_counts[(parameter,)] = 0
+        # Horovod's Adasum optimizer has a tensor per parameter here
+        if hasattr(self, "_starting_models"):
+            self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
+    if is_averaged:
+        _register_hooks(self, names)
+
+
+def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
     """Register hooks that average gradients in the super learner as soon as backward() has computed them."""
     for parameter in parameters:
         if parameter.requires_grad:
@@ -118,7 +133,8 @@ def register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             assert node is not None
             node.register_hook(self._make_hook(parameter))
-            watch_computed(self, [node])
+            if hasattr(self, "_gradients"):  # not with one super learner
+                watch_computed(self, [node])
             self._grad_accs.append(node)
 
 

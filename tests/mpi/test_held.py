@@ -75,6 +75,15 @@ def test_a_class_may_derive_from_that_of_a_wrapped_optimizer(place: str) -> None
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_parameters_that_were_added_are_averaged(place: str) -> None:
+    """Inside the super learner of two: the mean of the gradients 1 and 2."""
+    moved = [1.0, 2.0] if place == "2x1" else [1.5, 1.5]
+    for rank, facts in enumerate(said(f"{place}/grown")):
+        assert facts["moved"] == [moved[rank]] * 3
+        assert facts["shared"]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_gradients_before_a_load_are_dropped(place: str) -> None:
     moved = [[3.0] * 3, [6.0] * 3] if place == "2x1" else [[4.5] * 3] * 2
     assert [facts["moved"] for facts in said(f"{place}/backward then load")] == moved

@@ -38,6 +38,7 @@ def wrapped(kind: str) -> Any:
         "_allreduce_grad_async": None,
         "_grouped_allreduce_grad_async": None,
         "_requires_update": set(),
+        "_grad_accs": [],
         "backward_passes_per_step": 1,
         "synchronize": lambda self: None,
     }

@@ -179,6 +179,21 @@ def backward_then_load(where: str) -> None:
         say(case=f"{where}/backward then load", moved=(1 - p.detach()).tolist())
 
 
+def grown(where: str) -> None:
+    """A group is added; then a list of groups, with one more parameter, is set before a load."""
+    plain = sgd(lr=1.0, momentum=0.0)
+    first, second, third = group_of(plain), *(torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    with retired(wrap(plain)) as w:
+        w.add_param_group({"params": [second]})
+        w.param_groups = [{**g} for g in w.param_groups]
+        w.param_groups[1]["params"] = [second, third]
+        w.load_state_dict(w.state_dict())
+        (torch.stack([first, second, third]) * (1 + hvd.rank())).sum().backward()
+        w.step()
+        moved = [(1 - p.detach()).tolist()[0] for p in (first, second, third)]
+        say(case=f"{where}/grown", moved=moved, shared=plain.param_groups is w.param_groups)
+
+
 def refused(where: str) -> None:
     def patched() -> None:
         plain = sgd()
@@ -199,7 +214,8 @@ def main() -> None:
     for k in (1, 2):
         hvd.init(config=Config(super_learner_size=k, log_level="error"))
         where = "plain" if k == 2 else "2x1"
-        for part in (schedules, root_counts, carried, derived, backward_then_load, refused):
+        parts = (schedules, root_counts, carried, derived, backward_then_load, grown, refused)
+        for part in parts:
             part(where)
             gc.collect()
         hvd.shutdown()
