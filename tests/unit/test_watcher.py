@@ -131,3 +131,8 @@ def test_a_name_that_no_view_can_show_is_refused(name: str) -> None:
 def test_a_tensor_without_values_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no number"):
         watching.log(loss=torch.zeros((), device="meta"))
+
+
+def test_a_long_value_is_cut_and_marked_as_cut() -> None:
+    with pytest.raises(ConfigError, match=r"words w\.\.\. is no number"):
+        watching.log(loss="words " * 100)
