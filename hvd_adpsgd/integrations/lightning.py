@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torchmetrics import Metric
@@ -72,6 +74,10 @@ class AdpsgdStrategy(ParallelStrategy):
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 metric.dist_sync_fn, metric.distributed_available_fn = _gather, hvd.is_initialized
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging):
+                plain = type(callback).on_save_checkpoint.__get__(callback)
+                callback.on_save_checkpoint = functools.partial(self._save_average, plain)
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -116,6 +122,11 @@ class AdpsgdStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, averaging_closure, *args, **kwargs)
 
     def on_train_end(self) -> None:
+        if (
+            self._averages
+        ):  # are the model now: a correction of an exchange would belong to another one
+            for optimizer in self.optimizers:
+                optimizer.close()
         hvd.average_model(self.lightning_module)
 
     def teardown(self) -> None:
@@ -125,7 +136,7 @@ class AdpsgdStrategy(ParallelStrategy):
         super().teardown()
 
     def _enter_mean(self) -> None:
-        self._mean.enter_context(hvd.averaged(self.lightning_module, buffers=True))
+        self._mean.enter_context(hvd.averaged(self.lightning_module, *self._averages, buffers=True))
         self._holds_mean = True
         self.set_world_ranks()  # after the wait, in which rank 0 may have failed
 
@@ -135,6 +146,24 @@ class AdpsgdStrategy(ParallelStrategy):
 
     on_validation_start = on_test_start = on_predict_start = _enter_mean
     on_validation_end = on_test_end = on_predict_end = on_exception = _leave_mean
+
+    @property
+    def _averages(self) -> list[torch.nn.Module]:
+        """The moving averages of callbacks (EMAWeightAveraging), which these validate and save."""
+        callbacks = self.lightning_module.trainer.callbacks
+        found = [c._average_model for c in callbacks if isinstance(c, WeightAveraging)]
+        return [average for average in found if average is not None]
+
+    def _save_average(self, plain: Any, trainer: Any, module: Any, checkpoint: Any) -> None:
+        """Let a callback save the mean of its averages: `plain` puts their tensors in the checkpoint."""
+        as_is, averages = self._holds_mean or self._is_alone, self._averages
+        with (
+            contextlib.nullcontext()
+            if as_is or not averages
+            else hvd.averaged(*averages, buffers=True)
+        ):
+            plain(trainer, module, checkpoint)
+            checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
 
     @property
     def _is_alone(self) -> bool:

@@ -146,6 +146,16 @@ def test_early_stopping_and_a_sharded_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+def test_a_callback_that_averages_validates_and_saves_the_mean(tmp_path: Path) -> None:
+    learners = case(tmp_path, "ema").checked().by_rank()
+    for facts in learners:
+        assert facts["seen"] == learners[0]["seen"], "each has validated an average of its own"
+        assert len(facts["saved"]) == 4 and set(facts["saved"]) <= set(facts["seen"]), facts
+        assert facts["same"] == learners[0]["same"], facts
+    assert len({facts["own"] for facts in learners}) == 2, "one per super learner"
+
+
+@pytest.mark.extended
 def test_uneven_numbers_of_batches(tmp_path: Path) -> None:
     """Learner i has 4 + 2 i batches: super learners differ, and learners of each, which call hvd.join()."""
     learners = case(tmp_path, "uneven").checked().by_rank()

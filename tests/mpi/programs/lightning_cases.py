@@ -12,6 +12,7 @@ import torch.distributed.fsdp
 from learner import digest, same_inside, say
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
@@ -191,6 +192,40 @@ def stopped() -> None:
     say(**told(model, trainer), refused=refused)
 
 
+class Seen(Net):
+    """Notes what is validated."""
+
+    seen: list[Any]
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        super().validation_step(batch, number)
+        if number == 0:
+            self.seen.append(digest(self.parameters()))
+
+
+def ema() -> None:
+    """Each learner's moving average of its own models: validated and saved is their mean."""
+    hvd.init()
+    model = Seen()
+    model.seen = []
+    callback = EMAWeightAveraging(decay=0.9)
+    trainer = fit(
+        model, callbacks=[callback, ModelCheckpoint(SAVED, "step{step}", every_n_train_steps=3)]
+    )
+    files = {path.name: torch.load(path, weights_only=True) for path in SAVED.glob("*.ckpt")}
+    both = [
+        digest([state["state_dict"][k] for k, _ in model.named_parameters()])
+        for state in files.values()
+    ]
+    epochs = [both[i] for i, name in enumerate(files) if name.startswith("epoch")]
+    say(
+        **told(model, trainer),
+        seen=model.seen,
+        saved=epochs,
+        own=digest(callback._average_model.parameters()),
+    )
+
+
 def strategies() -> None:
     """Each with another number of passes in its second epoch."""
     for averaging in (
@@ -215,4 +250,4 @@ def strategies() -> None:
 torch.set_num_threads(1)
 os.chdir(SAVED)
 {"killed": fails, "raises": fails, "preempted": fails, "manual": manual, "uneven": uneven,
- "resumed": resumed, "strategies": strategies, "stopped": stopped}[sys.argv[1]]()  # fmt: skip
+ "resumed": resumed, "strategies": strategies, "stopped": stopped, "ema": ema}[sys.argv[1]]()  # fmt: skip
