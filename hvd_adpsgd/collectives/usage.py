@@ -11,17 +11,20 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["Caller", "counted", "end_step", "is_waiting", "on_behalf", "totals", "waiting"]
+__all__ = ["Caller", "calls", "counted", "end_step", "is_waiting", "on_behalf", "totals", "waiting"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 WINDOW, LIMIT = 100, 10  # more than LIMIT operations in WINDOW steps cause a warning
-_LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "contextlib")
+_LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "accelerate.", "contextlib")
+# their loops call operations where a script has no say: these cause no warning
+_FRAMEWORKS = ("lightning.", "transformers.")
 
 
 class Caller(NamedTuple):
@@ -41,6 +44,7 @@ class _Tally:
     # operations, and seconds in them, by caller, in the present window
     callers: dict[Caller, tuple[int, float]] = field(default_factory=dict)
     has_warned: bool = False
+    kinds: Counter[str] = field(default_factory=Counter)  # of all operations
 
 
 _tally = _Tally()  # operations over all learners of this process
@@ -59,7 +63,9 @@ def counted(operation: str) -> Iterator[Caller]:
     if outer is not None:
         yield outer
         return
-    caller, began = _caller(operation, sys._getframe(1)), time.monotonic()
+    frame, began = _outside(sys._getframe(1)), time.monotonic()
+    caller = _caller(operation, frame)
+    by_framework = frame is not None and _module(frame).startswith(_FRAMEWORKS)
     _inside.caller = caller
     _waiting.add(threading.get_ident())
     try:
@@ -69,9 +75,11 @@ def counted(operation: str) -> Iterator[Caller]:
         _waiting.discard(threading.get_ident())
         seconds = time.monotonic() - began
         _tally.operations += 1
+        _tally.kinds[operation] += 1
         _tally.seconds += seconds
-        times, before = _tally.callers.get(caller, (0, 0.0))
-        _tally.callers[caller] = times + 1, before + seconds
+        if not by_framework:
+            times, before = _tally.callers.get(caller, (0, 0.0))
+            _tally.callers[caller] = times + 1, before + seconds
 
 
 @contextlib.contextmanager
@@ -104,13 +112,18 @@ def is_waiting() -> bool:
     return bool(_waiting)
 
 
-def _caller(operation: str, frame: FrameType | None) -> Caller:
-    """Return the operation, and the line of the innermost frame outside of the libraries.
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
-    In backward() on a thread of torch there is no such frame.
-    """
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+
+def _outside(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame outside of the libraries: None in backward() on a thread of torch."""
+    while frame is not None and _module(frame).startswith(_LIBRARIES):
         frame = frame.f_back
+    return frame
+
+
+def _caller(operation: str, frame: FrameType | None) -> Caller:
     if frame is None:
         return Caller(operation, "a thread of torch", 0)
     return Caller(operation, frame.f_code.co_filename, frame.f_lineno)
@@ -142,6 +155,11 @@ def end_step(warns: bool) -> None:
         *most,
         *callers[most],
     )
+
+
+def calls(operations: Iterable[str]) -> int:
+    """Return how many of these operations this process has made so far."""
+    return sum(_tally.kinds[operation] for operation in operations)
 
 
 def totals() -> dict[str, float]:

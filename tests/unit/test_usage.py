@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,34 @@ def test_one_warning_names_the_line_that_calls_most(caplog: pytest.LogCaptureFix
     assert f"{LIMIT + 1} operations over all learners in {WINDOW} steps" in message
     assert f" is {LIMIT + 1} of them" in message
     assert "process_set=hvd.super_learner" in message
+
+
+@pytest.mark.parametrize(
+    ("modules", "named"),
+    [
+        (["lightning.pytorch.loops"], False),
+        (["transformers.trainer", "accelerate.utils"], False),
+        (["accelerate.utils"], True),
+        (["lightning.pytorch.loops", "my_module"], True),
+        (["my_module", "lightning.pytorch.loops"], False),
+    ],
+)
+def test_only_lines_of_the_script_are_named(
+    modules: list[str], named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`modules`: each calls the next one, the last one calls this library."""
+
+    names: dict[str, Any] = {"__name__": "hvd_adpsgd.integrations", "counted": counted}
+    exec("def call():\n    with counted('allreduce'):\n        pass\n", names)
+    call = names["call"]
+    for module in reversed(modules):
+        names = {"__name__": module, "inner": call}
+        exec("def call():\n    inner()\n", names)
+        call = names["call"]
+    for _ in range(WINDOW + 1):
+        call()
+        end_step(True)
+    assert bool(warnings(caplog)) == named
 
 
 def test_several_lines_that_call_are_summed(caplog: pytest.LogCaptureFixture) -> None:
