@@ -23,6 +23,7 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.auto_share import AutoShare
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engines import Engines
+from hvd_adpsgd.training.first_models import FirstModels
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments
@@ -52,6 +53,7 @@ class Averaging:
         tensors: the averaged tensors, and the engine's memory for them.
         engines: makes, replaces and stops the engine.
         share: chooses the share of the model that exchanges move; None where it is given.
+        first_models: finds a forgotten broadcast of the model.
         order: checks the order of steps and operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: functions that `stop` calls.
@@ -90,6 +92,7 @@ class Averaging:
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged(), self.rule.moments)
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
+        self.first_models = FirstModels(world, spec, self.super_learner.mates)
         self.order = StepOrder(
             self.super_learner, lambda: self.number, self.plan.in_step is not None, self.retire
         )
@@ -174,6 +177,8 @@ class Averaging:
             self.require_running()
             self.tensors.parameters.check()
             self.super_learner.note_quorum()
+            if not self.super_learner.mates.sets:
+                self.first_models.before_first_gradient()
         self._submitted += count
         if self._submitted >= total:
             self._publish()
@@ -193,6 +198,8 @@ class Averaging:
         ):  # with several learners before_gradient() has checked the tensors
             self.tensors.parameters.check()
         self.order.entered()
+        if self.restart and not self.step:
+            self.first_models.before_first_step()
         if self.restart:
             self.restart = False
             with torch.no_grad():
@@ -235,6 +242,8 @@ class Averaging:
                 yield
         self._submitted = 0
         self.super_learner.mates.averaged()
+        if self.super_learner.mates.sets == 1:
+            self.first_models.after_first_gradients(self.step)
         if self.plan.in_step is not None and not again:
             self._steps.averaged()
         if gradients:

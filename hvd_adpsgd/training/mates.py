@@ -18,7 +18,7 @@ from hvd_adpsgd.engine.shared_memory import shared_counters
 
 __all__ = ["Mates"]
 
-_COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _REFUSED = range(6)  # columns of Mates._rows
+_COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _MODEL, _REFUSED = range(7)  # columns of Mates._rows
 _COLUMNS = _REFUSED + 2
 _CLOSES, _ENDS = 1, 2
 # seconds between two polls; Horovod's own cycle is 1 ms
@@ -37,6 +37,7 @@ class Mates:
                     from the next set on
         closed      _CLOSES if the learner submits no more gradients, _ENDS if it has also entered shutdown()
         quorum      0, or 1 + the first set that no learner steps with, as this learner has lost the quorum
+        model       checksum of the learner's parameters before its first step; 0 if it has made none
         refused     1 + the last set that the learner averages but does not step with; two columns, for even
                     and for odd sets: a learner may refuse the next set before its mates have read the column,
                     but not the one after that
@@ -64,6 +65,15 @@ class Mates:
     def submitted(self) -> None:
         """Record that each gradient of this learner's present set is submitted, or will be without a wait."""
         self._mine[_COMPLETE] = self.sets + 1
+
+    def starts_from(self, checksum: int) -> None:
+        """Record the checksum of the parameters, before submitting a gradient of the first set."""
+        self._mine[_MODEL] = checksum
+
+    def other_models(self) -> list[int]:
+        """Return the inner ranks of learners whose first step is from other parameters than here."""
+        models, mine = self._rows[:, _MODEL], self._mine[_MODEL]
+        return np.flatnonzero((models != mine) & (models != 0) & (mine != 0)).tolist()
 
     def late(self) -> list[int]:
         """Return the inner ranks that have not submitted every gradient of this learner's present set."""

@@ -345,6 +345,7 @@ STATES = """
     def async_(call, tensor):
         return hvd.synchronize(call(tensor))
 
+    torch.manual_seed(0)
     mine = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     mine[0].weight.data.share_memory_()
     mine.register_buffer("mask", torch.full((2,), -torch.inf))
@@ -410,6 +411,7 @@ STATES = """
 
     # of a script that makes its tensors on a device by default, here on one without memory
     plain = Odd(buffer=torch.ones(2) * rank)
+    plain.weight.data.fill_(1.0)
     data = torch.arange(2.0) + rank
     torch.set_default_device("meta")
     wrapped = hvd.DistributedOptimizer(

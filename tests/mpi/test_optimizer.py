@@ -280,6 +280,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("'used.", " and 1 more", "2 of 4 parameters", "'unused.", "synchronize()", "freeze"),
     ),
     "clipped_too_early_on_one": ("GradientOrderError", ("step 0", "while", "averaged")),
+    "forgotten_broadcast": (
+        "ModelMismatchError",
+        ("step 0", "of the same super learner", "hvd.broadcast_parameters"),
+    ),
     "fewer_steps_on_one": (
         "CollectiveMismatchError",
         (
@@ -408,6 +412,13 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
     for facts in said:
         for word in words:
             assert word in facts["text"], facts["text"]
+
+
+def test_super_learners_that_start_apart_are_told_so_once() -> None:
+    assert [facts["found"] for facts in refused()["started apart"]] == [[0, 0]] * 2 + [
+        [1, 0],
+        [0, 0],
+    ]
 
 
 def test_groups_that_differ_between_super_learners_are_noticed_when_they_exchange() -> None:

@@ -41,7 +41,7 @@ def operation(number: int) -> list[float]:
 def main() -> None:
     victim, delay_s, more = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     hvd.init()
-    torch.manual_seed(hvd.rank())
+    torch.manual_seed(hvd.super_rank())
     model = torch.nn.Linear(200, 200)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),

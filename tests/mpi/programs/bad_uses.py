@@ -36,6 +36,7 @@ def wrap(model: nn.Module, make: Any = sgd, **how: Any) -> Any:
 
 
 def linear() -> nn.Module:
+    torch.manual_seed(0)  # cases have drawn other numbers on some learners
     return nn.Linear(3, 2)
 
 
@@ -361,6 +362,35 @@ def clipped_too_early_on_one() -> None:
             say(case="after one has clipped", same=same_inside(model.parameters()))
 
 
+def forgotten_broadcast() -> None:
+    model = linear()
+    model.weight.data.add_(hvd.rank())  # type: ignore[operator, union-attr]
+    with retired(wrap(model)) as optimizer:
+        step(model, optimizer)
+
+
+def started_apart() -> None:
+    """Super learners, each with one model of its own; with a broadcast after wrapping none is."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hvd_adpsgd")
+    log.addHandler(handler)
+    found = []
+    for broadcasts in (False, True):
+        model = linear()
+        model.weight.data.add_(hvd.super_rank())  # type: ignore[operator, union-attr]
+        logged.clear()
+        with retired(wrap(model)) as optimizer:
+            if broadcasts:
+                hvd.broadcast_parameters(model.state_dict(), 3)
+            for _ in range(2):
+                step(model, optimizer)
+        found.append(sum("super learners start from different models" in text for text in logged))
+    log.removeHandler(handler)
+    say(case="started apart", found=found)
+
+
 def fewer_steps_on_one() -> None:
     """Learner 1 calls an operation while its mate waits for its gradients; then it makes that step."""
     model = linear()
@@ -619,6 +649,8 @@ CASES: dict[str, Any] = {
     for f in (
         clipped_too_early,
         clipped_too_early_on_one,
+        forgotten_broadcast,
+        started_apart,
         fewer_steps_on_one,
         scaled_too_early,
         stepped_too_early,
