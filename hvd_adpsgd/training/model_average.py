@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hvd_adpsgd.collectives.usage import counted
+from hvd_adpsgd.collectives.usage import Caller, calls, counted
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
@@ -153,9 +154,10 @@ def averaged(
     """
     world, modules = worlds.current(), [model, *more]
     with contextlib.ExitStack() as left:
-        with counted("averaged"), torch.no_grad():
+        with counted("averaged") as caller, torch.no_grad():
             entries = _entries(world, "averaged", modules, buffers) if world.super_size > 1 else []
             means = _means_of_the_run(world, entries) if entries else []
+            _warn_if_apart(world, caller, entries, means)
             tensors = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}.values()
             for module in modules:
                 left.callback(
@@ -184,6 +186,33 @@ def _write(entries: Sequence[Entry], means: Sequence[torch.Tensor | None]) -> No
     for entry, mean in zip(entries, means, strict=True):
         if mean is not None:
             local(entry.tensor).data.copy_(mean)
+
+
+def _warn_if_apart(
+    world: World,
+    caller: Caller,
+    entries: Sequence[Entry],
+    means: Sequence[torch.Tensor | None],
+) -> None:
+    """Warn of models that differ, that a plain optimizer trains, and that nothing has averaged so far."""
+    if calls(("DistributedOptimizer", "average_model")) or world.rank != world.collectives.ranks[0]:
+        return
+    apart = {
+        id(entry.tensor)
+        for entry, mean in zip(entries, means, strict=True)
+        if mean is not None
+        and not torch.equal(local(entry.tensor).cpu(), mean.to(entry.tensor.dtype))
+    }
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    for optimizer in optimizers if apart else ():
+        if any(id(p) in apart for group in optimizer.param_groups for p in group["params"]):
+            log.warning(
+                "%s at %s:%d: the models differ, and %s, which trains them, averages nothing. Wrap it by "
+                "hvd.DistributedOptimizer, and step the optimizer that this returns.",
+                *caller,
+                type(optimizer).__name__,
+            )
+            return
 
 
 def _means_of_the_run(world: World, entries: Sequence[Entry]) -> list[torch.Tensor | None]:

@@ -474,6 +474,17 @@ def test_misuse_is_an_error_on_all_learners() -> None:
         hvd.init()
         rank = hvd.rank()
         odd = rank == 3
+
+        # a model that no optimizer averages, but a plain one trains; then one that is not trained
+        own, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        for model in (own, copy):
+            model.weight.data.fill_(float(hvd.super_rank()))
+        with hvd.averaged(copy):
+            pass
+        plain = torch.optim.SGD(own.parameters(), lr=0.1)
+        with hvd.averaged(own, copy):
+            pass
+
         def error(call):
             try:
                 call()
@@ -523,6 +534,9 @@ def test_misuse_is_an_error_on_all_learners() -> None:
                 pass
     """
     result = run_learners(4, program, env=TWO).checked()
+    assert result.stderr.count("the models differ, and SGD, which trains them,") == 1, (
+        result.report()
+    )
     assert "averaged: the mean is that of 1 of 2 models" in result.stderr, result.report()
     facts = [one["facts"] for one in result.by_rank()]
     mismatches = {
