@@ -18,6 +18,10 @@ def main() -> int:
         from hvd_adpsgd.tools import doctor
 
         return doctor.main(sys.argv[2:])
+    if sys.argv[1:2] == ["run"]:
+        from hvd_adpsgd.tools import run
+
+        return run.main(sys.argv[2:])
     if sys.argv[1:2] == ["simulate"]:
         from hvd_adpsgd.tools import simulate
 
@@ -44,6 +48,9 @@ def _measure() -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     bench.add_arguments(commands.add_parser("bench", help="measure exchanges or training steps"))
+    commands.add_parser(
+        "run", help="start a job on one or several hosts, without MPI", add_help=False
+    )
     commands.add_parser("doctor", help="examine this environment, suggest cures", add_help=False)
     commands.add_parser("top", help="a table of a run, while it lasts", add_help=False)
     commands.add_parser("report", help="an HTML page of a run, from its record", add_help=False)

@@ -14,8 +14,6 @@ import contextlib
 import itertools
 import logging
 import os
-import random
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +30,7 @@ from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
 from hvd_adpsgd.inner import backend
 from hvd_adpsgd.joining.listener import MESSAGE_S, Conversation, Listener, new_secret
+from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.world import Placement, World
 
 __all__ = [
@@ -41,6 +40,7 @@ __all__ = [
     "JoiningSuperLearner",
     "join_server",
     "listener",
+    "notify_launcher",
     "open_listener",
     "open_own_listener",
 ]
@@ -51,14 +51,6 @@ JOIN, JOIN_SECRET_FILE = "HVD_ADPSGD_JOIN", "HVD_ADPSGD_JOIN_SECRET_FILE"
 _REQUEST_S = 10.0
 _DISMISSED_S = 1.0  # wait for started processes to exit after the job, before they are killed
 _LOOPBACK = "127.0.0.1"
-_PORTS = range(12768, 32768)
-# Variables with which a launcher gives a process its rank; removed for a super learner started here.
-_OF_LAUNCHERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "PRTE_"),
-    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_"),
-    *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME", JOIN),
-)
 
 
 @dataclass(frozen=True)
@@ -69,10 +61,12 @@ class JoinRequest:
         placements: placements of its learners; their `host` is a rank within that super learner.
         instead_of: super_rank of the failed super learner to replace; None: the job assigns the next free
             super_rank.
+        by_launcher: whether the job's launcher has started it, in the slots of the failed one.
     """
 
     placements: tuple[Placement, ...]
     instead_of: int | None
+    by_launcher: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class JoinOffer:
         """
         started = world.started - {number}
         placements, groups = world.placements, world.groups
-        if request is None or request.instead_of is not None:
+        if request is None or not (request.instead_of is None or request.by_launcher):
             started |= {number}
             placements = _moved(placements, groups[number], host)
         if number == len(groups) and request is not None:
@@ -230,25 +224,6 @@ class JoiningSuperLearner:
             process.wait()
 
 
-def _as_torchrun(size: int) -> list[dict[str, str]]:
-    """Return the variables by which `size` processes of this host find each other, as torchrun sets them."""
-    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(_free_port())}
-    return [{**told, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(size)]
-
-
-def _free_port() -> int:
-    """Return a port at which no process listens, chosen at random below those that Linux gives away itself.
-
-    The first of the started processes opens it only later: a connection of another process must not have it
-    by then. A process that chooses the same port is a failed start, after which another one is tried.
-    """
-    while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind((_LOOPBACK, port))
-            return port
-
-
 def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
     """Return the first difference between a joining super learner's terms and the job's, as text, or ""."""
     for its_one, our_one in itertools.zip_longest(its, ours, fillvalue="nothing more"):
@@ -306,15 +281,16 @@ class JoinServer:
         told = {JOIN: self.open(world.config.failure_timeout_s), REPLACES: str(number)}
         places = [{"HOROVOD_RANK": "0"}]
         if size > 1 and backend() == "torch":
-            places = _as_torchrun(size)
+            port = processes.free_port(_LOOPBACK)
+            places = [processes.place(i, size, i, size, _LOOPBACK, port) for i in range(size)]
         elif size > 1:
             its = self._rendezvous(size)
             places = [{**its, "HOROVOD_RANK": str(i)} for i in range(size)]
-        processes = [_started({**told, **place}, self._secret) for place in places]
+        started = [_started({**told, **place}, self._secret) for place in places]
         if not self._started:
             world.departure.at_leave(self._leave_too)
-        self._started = [p for p in self._started if p.poll() is None] + processes
-        candidate = JoiningSuperLearner(number, time.monotonic() + patience_s, processes)
+        self._started = [p for p in self._started if p.poll() is None] + started
+        candidate = JoiningSuperLearner(number, time.monotonic() + patience_s, started)
         candidate.expect(JoinOffer.of(world, number, None, world.rank), terms)
         with self._lock:
             self.candidates.append(candidate)
@@ -386,6 +362,14 @@ def listener(world: World) -> str:
     return _join_server.address
 
 
+def notify_launcher(world: World) -> None:
+    """Report to the launcher of `run` this learner's super learner, and where others can join."""
+    is_member = world.rank in world.collectives.ranks and not world.collectives.joining
+    processes.notify_launcher(
+        super_rank=world.super_rank, listener=listener(world), is_member=is_member
+    )
+
+
 def open_listener(world: World) -> None:
     """Open a listener for joining super learners on each leader; all learners call this together.
 
@@ -407,7 +391,7 @@ def open_listener(world: World) -> None:
         address = choose_address(world.config.nics, network_name(), known)
         mine = join_server(world).open(world.config.failure_timeout_s, address, secret)
     listeners = ",".join(filter(None, world.collectives.gather("init", mine)))
-    if world.rank == 0:
+    if world.rank == 0 and not processes.is_replaced_by_launcher():
         log.warning("super learners can join: %s=%s %s=%s", JOIN, listeners, JOIN_SECRET_FILE, name)
 
 
@@ -421,9 +405,13 @@ def open_own_listener(world: World, address: str, secret: bytes) -> None:
     """
     if world.is_leader and world.config.join_secret_file is not None:
         listener = join_server(world).open(world.config.failure_timeout_s, address, secret)
-        log.warning(
-            "super learner %d: others can join here too: %s=%s", world.super_rank, JOIN, listener
-        )
+        if not processes.is_replaced_by_launcher():
+            log.warning(
+                "super learner %d: others can join here too: %s=%s",
+                world.super_rank,
+                JOIN,
+                listener,
+            )
 
 
 def _require_open(world: World) -> None:
@@ -463,7 +451,7 @@ def checked(text: str) -> bytes:
 def _started(told: dict[str, str], secret: bytes) -> subprocess.Popen[bytes]:
     """Run this program in a new process with the environment variables `told`; pass the secret in a pipe."""
     reads, writes = os.pipe()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+    kept = processes.without_launchers(os.environ)
     try:
         os.write(writes, secret.hex().encode())
         env = {**kept, **told, JOIN_SECRET_FILE: f"/dev/fd/{reads}"}

@@ -30,7 +30,7 @@ from hvd_adpsgd.joining.candidates import (
 )
 from hvd_adpsgd.joining.listener import Conversation, connect
 from hvd_adpsgd.joining.reconnect import RECONNECT_S
-from hvd_adpsgd.launch import bootstrap, communicators, rendezvous
+from hvd_adpsgd.launch import bootstrap, communicators, processes, rendezvous
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.launch.rendezvous import Opener
@@ -97,7 +97,8 @@ class JoiningLearner:
         options = self._options
         self.secret = _secret(os.environ.get(JOIN_SECRET_FILE) or options.join_secret_file or "")
         number = os.environ.get(REPLACES)
-        request = JoinRequest(placements, None if number is None else int(number))
+        by_launcher = processes.is_replaced_by_launcher()
+        request = JoinRequest(placements, None if number is None else int(number), by_launcher)
         lost: PeerFailedError | None = None
         while True:
             try:

@@ -325,7 +325,20 @@ def _cut(
     inner, outer = communicators.split(everyone, groups)
     plain, departures = communicators.duplicate(everyone), communicators.duplicate(everyone)
     comms = Communicators(everyone, plain, departures, host, inner, outer)
-    return World.make(config, placements, groups, rank, comms)
+    world = World.make(config, placements, groups, rank, comms)
+    if rank == 0:
+        _warn_of_torchrun(world)
+    return world
+
+
+def _warn_of_torchrun(world: World) -> None:
+    """Log what torchrun does when a learner fails, if that ends more than its super learner."""
+    hosts = [world.placements[group[0]].host for group in world.groups]
+    if "TORCHELASTIC_RUN_ID" in os.environ and len(set(hosts)) < len(hosts):
+        log.warning(
+            "torchrun ends all learners of a host, other super learners too, when one of them fails. Start "
+            "with `python -m hvd_adpsgd run -np N train.py`: it lets them train on."
+        )
 
 
 def _start_horovod(world: World, process_sets: Any) -> None:

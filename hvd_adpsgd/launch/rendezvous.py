@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
+from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.deadline import Deadline
 
 __all__ = [
@@ -108,7 +109,9 @@ def of_environment(environ: Mapping[str, str]) -> Place | None:
         return _of_horovod(environ)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        return _read("torchrun, or a launcher like it", environ, *names)
+        by_run = processes.PIPE in environ
+        launcher = "python -m hvd_adpsgd run" if by_run else "torchrun, or a launcher like it"
+        return _read(launcher, environ, *names)
     if _number(environ.get("SLURM_STEP_NUM_TASKS", "")) > 1 and "SLURM_PROCID" in environ:
         return _of_slurm(environ)
     return None

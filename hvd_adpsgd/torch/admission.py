@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from hvd_adpsgd.joining.candidates import (
 )
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
+from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS, World
 from hvd_adpsgd.torch.arrival import arrive
@@ -124,6 +125,7 @@ def admit(
         _known.update(lost(world.groups, world.collectives.ranks))
         _elsewhere[len(world.groups)] = -1
         have_met(world)
+        candidates.notify_launcher(world)
         tell_membership(world, joined=True)
         return state
     if world.is_plain:
@@ -303,7 +305,7 @@ def _start_one(
     _left.intersection_update(gone)
     _left.update(i for i in gone if world.membership.have_left(world.groups[i]))
     missing = [i for i in gone if i not in awaited and stay.isdisjoint(world.groups[i])]
-    if not missing:
+    if not missing or processes.is_replaced_by_launcher():
         return
     if is_minority(world.placements, world.groups, living, _left):
         _say_once(
@@ -346,43 +348,58 @@ def _give_number(
     awaited: set[int],
     patience_s: float,
 ) -> dict[int, int]:
-    """Send an offer to the first requesting super learner, unless another additional one is being awaited.
+    """Send an offer to the first requesting super learner whose super_rank is free.
 
     Returns:
         by the super_rank in the offer, the rank of the learner that sends it; on all learners the same.
     """
-    requesting = [one for one in coming if one.state == "requesting"]
-    number = len(world.groups)
-    if not requesting or number in awaited or _is_full(world, mine):
-        return {}
-    if requesting[0].rank == world.rank:
-        _offer(world, next(n for n in mine if n.number is None), patience_s)
-    return {number: requesting[0].rank}
+    _refuse_if_full(world)
+    gone = lost(world.groups, world.collectives.ranks)
+    for one in coming:
+        if one.state != "requesting" or one.request is None:
+            continue
+        number = _number_of(world, one.request, gone)
+        if number is not None and number not in awaited:
+            if one.rank == world.rank:
+                candidate = next(n for n in mine if n.number is None and n.request == one.request)
+                _offer(world, candidate, number, patience_s)
+            return {number: one.rank}
+    return {}
 
 
-def _is_full(world: World, mine: list[JoiningSuperLearner]) -> bool:
-    """Whether the job has no super_rank left for an additional super learner; then dismiss those that ask.
-
-    The answer is the same on all learners.
-    """
+def _refuse_if_full(world: World) -> None:
+    """Dismiss requesting super learners if the job has no super_rank left for an additional one."""
     if len(world.groups) < MOST_SUPER_LEARNERS:
-        return False
+        return
     why = (
         f"the job has had {len(world.groups)} super learners, the most is {MOST_SUPER_LEARNERS}, and "
         "each additional one needs a new number. Start the job again from a checkpoint, or replace a failed "
         "super learner"
     )
-    for candidate in [one for one in mine if one.number is None]:
-        join_server(world).remove(candidate)
+    here = join_server(world)
+    for candidate in list(here.candidates):
+        if candidate.number is not None or candidate.request is None:
+            continue
+        if candidate.request.instead_of is not None:
+            continue
+        here.remove(candidate)
         candidate.dismiss(why=why)
         log.error("a super learner cannot join: %s.", why)
-    return True
 
 
-def _offer(world: World, candidate: JoiningSuperLearner, patience_s: float) -> None:
-    """Offer the next free super_rank to a requesting super learner."""
+def _number_of(world: World, request: JoinRequest, gone: Collection[int]) -> int | None:
+    """Return the super_rank for a requesting super learner: that of the failed one that the launcher replaces
+    by it, else the next free one; None without a free one, or while that one is not known to have failed.
+    """
+    if request.instead_of is None:
+        return len(world.groups) if len(world.groups) < MOST_SUPER_LEARNERS else None
+    return request.instead_of if request.instead_of in gone else None
+
+
+def _offer(world: World, candidate: JoiningSuperLearner, number: int, patience_s: float) -> None:
+    """Offer a super_rank to a requesting super learner."""
     ends = time.monotonic() + patience_s
-    offer = JoinOffer.of(world, len(world.groups), candidate.request, world.rank)
+    offer = JoinOffer.of(world, number, candidate.request, world.rank)
     candidate.expect(offer, terms(), ends)
     candidate.send_offer()
 
@@ -394,15 +411,20 @@ def _offer_alone(world: World, patience_s: float) -> None:
     their super learners is dismissed when it is ready (`_dismiss_late`).
     """
     living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
-    owner = _elsewhere.get(len(world.groups))
-    if world.rank != min(living, default=-1) or owner == -1 or owner in living:
+    if world.rank != min(living, default=-1):
         return
+    _refuse_if_full(world)
+    gone = lost(world.groups, living)
     mine = list(join_server(world).candidates)
-    requesting = [one for one in mine if one.state() == "requesting"]
-    if not requesting or _is_full(world, requesting):
-        return
-    if all(one.number != len(world.groups) for one in mine):
-        _offer(world, requesting[0], patience_s)
+    for one in mine:
+        if one.state() != "requesting" or one.request is None:
+            continue
+        number = _number_of(world, one.request, gone)
+        owner = -1 if number is None else _elsewhere.get(number)
+        taken = owner == -1 or owner in living or number in [other.number for other in mine]
+        if number is not None and not taken:
+            _offer(world, one, number, patience_s)
+            return
 
 
 def _dismiss_late(here: JoinServer, world: World) -> None:

@@ -69,6 +69,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
             bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
             candidates.open_listener(worlds.current())
         worlds.current().teardown.at_shutdown(membership.forget)
+        candidates.notify_launcher(worlds.current())
         cores.reserve(worlds.current())
         watching.start(worlds.current())
     _given = given

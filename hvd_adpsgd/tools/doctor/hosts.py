@@ -140,15 +140,18 @@ def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str
         pythonpath: PYTHONPATH of this process, None if not set.
         daemon: path of mpirun's daemon (prted), whose existence is checked; None: no check.
     """
+    return in_folder(folder, pythonpath, shlex.join([python, "-c", _PROGRAM, daemon or "/"]))
+
+
+def in_folder(folder: str, pythonpath: str | None, command: str) -> str:
+    """Return a command for ssh that runs a shell's command in a folder, if the other host has that one."""
     path = f"PYTHONPATH={shlex.quote(pythonpath)} " if pythonpath else ""
-    program = f"{path}exec {shlex.quote(python)} -c {shlex.quote(_PROGRAM)} "
-    program += shlex.quote(daemon or "/")
-    return f"sh -c {shlex.quote(f'cd {shlex.quote(folder)} 2>/dev/null; {program}')}"
+    return f"sh -c {shlex.quote(f'cd {shlex.quote(folder)} 2>/dev/null; {path}exec {command}')}"
 
 
-def ssh_command(host: str, ssh: Ssh, remote: str) -> list[str]:
+def ssh_command(host: str, ssh: Ssh, remote: str, more: Sequence[str] = ()) -> list[str]:
     """Return an ssh command with Horovod's options (new host keys are accepted), which never prompts."""
-    options = ["BatchMode=yes", "StrictHostKeyChecking=no", f"ConnectTimeout={CONNECT_S}"]
+    options = ["BatchMode=yes", "StrictHostKeyChecking=no", f"ConnectTimeout={CONNECT_S}", *more]
     command = ["ssh", *(word for option in options for word in ("-o", option))]
     command += ["-p", str(ssh.port)] if ssh.port is not None else []
     command += ["-i", ssh.identity] if ssh.identity is not None else []

@@ -1,0 +1,79 @@
+"""Processes started without MPI: their environment variables, and what they report to the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = [
+    "PIPE",
+    "REPLACES_FAILED",
+    "free_port",
+    "is_replaced_by_launcher",
+    "notify_launcher",
+    "place",
+    "without_launchers",
+]
+
+PIPE = "ADPSGD_LAUNCHER_PIPE"  # descriptor and inode of the pipe to `python -m hvd_adpsgd run`
+REPLACES_FAILED = "ADPSGD_LAUNCHER_REPLACES"  # set if that launcher replaces failed super learners
+
+_OF_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+# Variables with which a launcher gives a process its rank.
+_OF_LAUNCHERS = (
+    *_OF_TORCHRUN,
+    *("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "PRTE_"),
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_"),
+    *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME", PIPE, REPLACES_FAILED),
+)
+
+
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process without those with which a launcher gave it its rank."""
+    return {k: v for k, v in environ.items() if not k.startswith(_OF_LAUNCHERS)}
+
+
+def place(
+    rank: int, size: int, local_rank: int, local_size: int, host: str, port: int
+) -> dict[str, str]:
+    """Return the variables that torchrun would set: ranks, and the store that rank 0 serves at `host`."""
+    values = (rank, size, local_rank, local_size, host, port)
+    return {name: str(value) for name, value in zip(_OF_TORCHRUN, values, strict=True)}
+
+
+def is_replaced_by_launcher() -> bool:
+    """Return whether the launcher, not hvd.admit, starts failed super learners of this job anew."""
+    return REPLACES_FAILED in os.environ
+
+
+def free_port(host: str = "") -> int:
+    """Return a free TCP port below the ephemeral ones, which connections of other programs take."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(max(1024, low - 10_000), low), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise OSError(f"1000 TCP ports below {low} are all in use")
+
+
+def notify_launcher(**facts: object) -> None:
+    """Send facts to the launcher, if `python -m hvd_adpsgd run` has started this process; never raises.
+
+    A child process inherits the variable but not the pipe: another file has that descriptor, or none.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        fd, inode = map(int, os.environ.get(PIPE, "").split(":"))
+        if os.fstat(fd).st_ino == inode:
+            os.write(fd, json.dumps(facts).encode() + b"\n")

@@ -1,0 +1,91 @@
+"""Starts a job on one or several hosts, by ssh, without MPI: a learner that fails ends no other learner.
+
+The exit status is 0 if every learner ended with status 0, left after SIGTERM, or was replaced; 75 if
+learners failed and others trained to the end; 128 + n if signal n ended this command. Otherwise it is the
+status of the first learner that failed, 128 + n if signal n killed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.tools.doctor.hosts import Host, Ssh, is_local, read_hostfile, read_hosts
+from hvd_adpsgd.tools.run.job import Job, Learner, say
+
+_USAGE = "python -m hvd_adpsgd run [-np N] [-H NAME:N,...] [--replace] train.py ARGS"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status of the job, 2 if the options are wrong."""
+    args = _parser().parse_args(arguments)
+    try:
+        found = learners(_hosts(args), args.np)
+        ssh = Ssh(args.ssh_port, args.ssh_identity_file)
+        job = Job(_command(args), found, address(found), ssh, args.replace)
+    except ConfigError as error:
+        say(str(error))
+        return 2
+    return asyncio.run(job.run())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_adpsgd run", usage=_USAGE, description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("-np", type=int, metavar="N", help="number of learners (default: all slots of the hosts)")
+    add("-H", "--hosts", metavar="NAME:N,...", help="hosts, and slots for learners on each")
+    add("--hostfile", metavar="FILE", help="the same: a line NAME slots=N for each host")
+    add("-p", "--ssh-port", type=int, metavar="PORT")
+    add("-i", "--ssh-identity-file", metavar="FILE")
+    text = "start failed super learners anew, up to 3 times in a row; they join in hvd.admit"
+    add("--replace", action="store_true", help=text)
+    add("-m", dest="is_module", action="store_true", help="train.py is the name of a module")
+    text = "a Python script, or another program, and its arguments"
+    add("command", nargs=argparse.REMAINDER, metavar="train.py ARGS", help=text)
+    return parser
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    words: list[str] = args.command
+    if not words:
+        raise ConfigError(f"no script to start. Name one: {_USAGE}.")
+    if args.is_module:
+        return [sys.executable, "-m", *words]
+    return [sys.executable, *words] if words[0].endswith(".py") else words
+
+
+def _hosts(args: argparse.Namespace) -> list[Host]:
+    if args.hostfile or args.hosts:
+        return read_hostfile(args.hostfile) if args.hostfile else read_hosts(args.hosts)
+    if args.np is None:
+        raise ConfigError("how many learners? Give -np 4, or hosts: -H node1:4,node2:4.")
+    return [Host("localhost", args.np)]
+
+
+def learners(hosts: Sequence[Host], np: int | None) -> list[Learner]:
+    """Return `np` learners, by rank; None: in all slots of the hosts. The first hosts are filled first."""
+    names = [host.name for host in hosts for _ in range(host.slots)]
+    if np is not None and not 1 <= np <= len(names):
+        raise ConfigError(
+            f"-np {np}, allowed is 1 to {len(names)}, the slots of the hosts. Change -np, or the slots."
+        )
+    return [Learner(rank, name) for rank, name in enumerate(names[:np])]
+
+
+def address(found: Sequence[Learner]) -> str:
+    """Return the address at which learner 0 serves the store: loopback if all learners are on this host."""
+    first, names = found[0].host, {learner.host for learner in found}
+    if len(names) == 1 and is_local(first):
+        return "127.0.0.1"
+    if first == "localhost" or first.startswith("127."):
+        raise ConfigError(
+            f"other hosts connect to the first one, and there {first} means themselves. Write its name in "
+            f"their network, for instance {os.uname().nodename}."
+        )
+    return first

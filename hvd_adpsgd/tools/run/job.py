@@ -1,0 +1,221 @@
+"""A job of the launcher, from its start to its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_adpsgd.launch.processes import REPLACES_FAILED, free_port, place, without_launchers
+from hvd_adpsgd.tools.doctor.hosts import Ssh, in_folder, is_local, ssh_command
+
+FAILED_STATUS, LEFT_STATUS = 75, 128 + signal.SIGTERM  # EX_TEMPFAIL as in the library; preempted
+ATTEMPTS = 3  # starts of a super learner that fail one after the other
+STOP_S = 30.0  # from a signal that ends the job to SIGKILL
+_START_S = 5.0  # if the job cannot start: for other learners to say why
+# Progress bars end lines by a carriage return.
+_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
+_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
+# Variables of this host and login, which would be wrong on another one.
+_OF_THIS_HOST = re.compile(r"(HOSTNAME|PWD|OLDPWD|SHLVL|_|TMPDIR)$|SSH_|XDG_|DBUS_|BASH_FUNC_")
+
+
+def say(line: str) -> None:
+    """Write a line of the launcher to stderr."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"hvd_adpsgd run: {line}", file=sys.stderr, flush=True)
+
+
+def exit_status(ends: Sequence[int]) -> int:
+    """Return the exit status of a job whose learners ended with `ends`, in the order of their ends."""
+    if any(status in (0, FAILED_STATUS) for status in ends):
+        return 0 if all(status in (0, LEFT_STATUS) for status in ends) else FAILED_STATUS
+    return next((status for status in ends if status != LEFT_STATUS), FAILED_STATUS)
+
+
+@dataclass(eq=False)
+class Learner:
+    """A learner's rank and host, and what is known of it."""
+
+    rank: int
+    host: str
+    super_rank: int | None = None  # None until its hvd.init() has returned
+    listener: str = ""  # address at which super learners can join, while it runs
+    is_joining: bool = False  # it replaces a failed learner, and has not joined
+    status: int | None = None  # its exit status, of its replacement if that has joined
+    process: asyncio.subprocess.Process | None = None  # here: ssh, for another host
+
+    @property
+    def has_failed(self) -> bool:  # and no replacement has joined
+        return self.status not in (None, 0, FAILED_STATUS, LEFT_STATUS)
+
+
+class Job:
+    """A job, whose learner 0 serves the store at `address`; `replaces`: failed super learners start anew."""
+
+    def __init__(
+        self,
+        command: list[str],
+        learners: list[Learner],
+        address: str,
+        ssh: Ssh,
+        replaces: bool,
+    ):
+        self._command, self._learners, self._address = command, learners, address
+        self._ssh, self._secret = ssh, secrets.token_hex(32) if replaces else ""
+        self._mark = f"@{secrets.token_hex(16)} "  # of learners' reports; they do not know it
+        self._running: list[asyncio.Task[None]] = []
+        self._ends: list[int] = []  # ranks, in the order of the ends
+        self._attempts: Counter[int] = Counter()  # by super_rank
+        self._status: int | None = None  # of a job that cannot start, or that a signal ends
+
+    async def run(self) -> int:
+        """Run the job once; return its exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupt, number)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+            loop.add_signal_handler(number, self._signal, number)
+        self._start(self._learners, self._address)
+        while self._running:
+            await self._running.pop()
+        if self._status is not None:
+            return self._status
+        failed = [each.rank for each in self._learners if each.has_failed]
+        status = exit_status([self._learners[rank].status or 0 for rank in self._ends])
+        if status == FAILED_STATUS and failed:
+            say(f"learners {failed} have failed, others have trained to the end: status {status}.")
+        return status
+
+    # ---- one learner
+
+    def _start(self, learners: Sequence[Learner], address: str, **told: str) -> None:
+        port, hosts = free_port(), [each.host for each in learners]
+        for i, each in enumerate(learners):
+            local = hosts[:i].count(each.host), hosts.count(each.host)
+            env = {**place(i, len(learners), *local, address, port), **told}
+            self._running.append(asyncio.create_task(self._run(each, env)))
+
+    async def _run(self, learner: Learner, told: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "hvd_adpsgd.launch.learner_process"]
+        env = {"PYTHONUNBUFFERED": "1", **without_launchers(os.environ), **told}
+        if self._secret:
+            env[REPLACES_FAILED] = "1"
+        if not is_local(learner.host):
+            env = {k: v for k, v in env.items() if not _OF_THIS_HOST.match(k)}
+            remote = in_folder(os.getcwd(), os.environ.get("PYTHONPATH"), shlex.join(command))
+            command = ssh_command(learner.host, self._ssh, remote, _ALIVE)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        assert process.stdin and process.stdout and process.stderr
+        learner.process = process
+        request: dict[str, Any] = {"command": self._command, "env": env, "folder": os.getcwd()}
+        local_size = [each.host for each in self._learners].count(learner.host)
+        request |= {"local_size": local_size, "secret": self._secret, "mark": self._mark}
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        if self._status is not None:
+            process.stdin.write(b"%d\n" % signal.SIGTERM)
+        pipes = (process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)
+        written = [asyncio.create_task(self._pass_on(learner, *pair)) for pair in pipes]
+        status = await process.wait()
+        await asyncio.wait(written, timeout=1.0)  # children of the learner may keep the pipes open
+        self._note_end(learner, status if status >= 0 else 128 - status)
+
+    async def _pass_on(self, learner: Learner, stream: asyncio.StreamReader, to: Any) -> None:
+        text = b""
+        while True:
+            data = await stream.read(1 << 16)
+            text += data or b"\n" * bool(text)
+            lines = _LINE.findall(text) or [text] * (len(text) > 1 << 20)
+            text = text[sum(map(len, lines)) :]
+            for line in lines:
+                line, is_marked, report = line.partition(self._mark.encode())
+                if is_marked:
+                    self._note(learner, json.loads(report))
+                try:
+                    to.write(b"[%d] " % learner.rank + line if line else b"")
+                    to.flush()
+                except BrokenPipeError:  # nobody reads this command's output
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
+                    self._stop(128 + signal.SIGPIPE, signal.SIGTERM)
+            if not data:
+                return
+
+    def _note(self, learner: Learner, told: dict[str, Any]) -> None:
+        """Note a report of a learner: hvd.init() has returned, or it has joined in hvd.admit."""
+        learner.super_rank, learner.listener = told["super_rank"], told["listener"]
+        if learner.is_joining and told["is_member"]:
+            learner.is_joining, learner.status = False, None
+            self._ends.remove(learner.rank)
+            del self._attempts[told["super_rank"]]
+
+    def _note_end(self, learner: Learner, status: int) -> None:
+        learner.process, learner.listener = None, ""
+        if not learner.is_joining:
+            learner.status = status
+            self._ends.append(learner.rank)
+        if self._status is not None or status == 0:
+            return
+        name = signal.strsignal(status - 128) if 128 < status < 128 + signal.NSIG else None
+        how = f"{name}, status {status}" if name else f"status {status}"
+        if status != FAILED_STATUS:
+            say(f"learner {learner.rank} on {learner.host} has ended: {how}.")
+        if learner.super_rank is None:
+            say(
+                "It ended before hvd.init() returned: the job cannot start, all learners are ended."
+            )
+            self._stop(status, signal.SIGTERM, _START_S)
+        elif self._secret:
+            self._replace(learner.super_rank)
+
+    def _replace(self, super_rank: int) -> None:
+        """Start a super learner anew, if it has failed, all its learners have ended, and others train."""
+        those = [each for each in self._learners if each.super_rank == super_rank]
+        listeners = [each.listener for each in self._learners if each.listener]
+        is_over = any(each.status in (0, FAILED_STATUS) for each in self._learners)
+        has_ended = all(each.process is None for each in those) and any(
+            each.has_failed for each in those
+        )
+        if is_over or not listeners or not has_ended:
+            return
+        self._attempts[super_rank] += 1
+        if self._attempts[super_rank] > ATTEMPTS:
+            say(f"super learner {super_rank} is not replaced again: {ATTEMPTS} starts have failed.")
+            return
+        say(f"super learner {super_rank} is started anew; it joins when the others call hvd.admit.")
+        for each in those:
+            each.is_joining = True
+        told = {"HVD_ADPSGD_JOIN": ",".join(listeners), "HVD_ADPSGD_JOIN_AS": str(super_rank)}
+        self._start(those, "127.0.0.1", **told)
+
+    # ---- signals
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        again = self._status is not None
+        say(f"{number.name}: all learners are {'killed' if again else 'sent it'}.")
+        number = signal.SIGTERM if number == signal.SIGHUP else number
+        self._stop(128 + number, signal.SIGKILL if again else number)
+
+    def _stop(self, status: int, number: int, after_s: float = 0.0) -> None:
+        """Send a signal to all learners, and SIGKILL if that does not end them; replace none any more."""
+        self._status = status if self._status is None else self._status
+        loop = asyncio.get_running_loop()
+        loop.call_later(after_s, self._signal, number)
+        loop.call_later(after_s + STOP_S, self._signal, signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for each in self._learners:
+            if each.process and each.process.stdin:
+                each.process.stdin.write(b"%d\n" % number)
