@@ -1,4 +1,4 @@
-"""Runs one learner, on its host, for the launcher, whose connection is stdin.
+"""Runs one learner, on its host, for the launcher of `run`.
 
 The first line of stdin says what to run, each later one is the number of a signal to pass on. When stdin
 ends, the launcher has ended, so the learner is ended, too; if this process is killed, the kernel kills the

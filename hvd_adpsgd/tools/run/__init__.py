@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = learners(_hosts(args), args.np)
         ssh = Ssh(args.ssh_port, args.ssh_identity_file)
-        job = Job(_command(args), found, address(found), ssh, args.replace)
+        if not args.command:
+            raise ConfigError(f"no script to start. Name one: {_USAGE}.")
+        python = [sys.executable] if args.command[0].endswith(".py") else []
+        job = Job([*python, *args.command], found, address(found), ssh, args.replace)
     except ConfigError as error:
         say(str(error))
         return 2
@@ -43,21 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--hostfile", metavar="FILE", help="the same: a line NAME slots=N for each host")
     add("-p", "--ssh-port", type=int, metavar="PORT")
     add("-i", "--ssh-identity-file", metavar="FILE")
-    text = "start failed super learners anew, up to 3 times in a row; they join in hvd.admit"
-    add("--replace", action="store_true", help=text)
-    add("-m", dest="is_module", action="store_true", help="train.py is the name of a module")
-    text = "a Python script, or another program, and its arguments"
-    add("command", nargs=argparse.REMAINDER, metavar="train.py ARGS", help=text)
+    add("--replace", action="store_true", help="start failed super learners anew, for hvd.admit")
+    add("command", nargs=argparse.REMAINDER, metavar="train.py ARGS", help="a script or program")
     return parser
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    words: list[str] = args.command
-    if not words:
-        raise ConfigError(f"no script to start. Name one: {_USAGE}.")
-    if args.is_module:
-        return [sys.executable, "-m", *words]
-    return [sys.executable, *words] if words[0].endswith(".py") else words
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:

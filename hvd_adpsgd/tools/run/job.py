@@ -10,9 +10,9 @@ import re
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,6 @@ FAILED_STATUS, LEFT_STATUS = 75, 128 + signal.SIGTERM  # EX_TEMPFAIL as in the l
 ATTEMPTS = 3  # starts of a super learner that fail one after the other
 STOP_S = 30.0  # from a signal that ends the job to SIGKILL
 _START_S = 5.0  # if the job cannot start: for other learners to say why
-# Progress bars end lines by a carriage return.
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
-_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
 # Variables of this host and login, which would be wrong on another one.
 _OF_THIS_HOST = re.compile(r"(HOSTNAME|PWD|OLDPWD|SHLVL|_|TMPDIR)$|SSH_|XDG_|DBUS_|BASH_FUNC_")
 
@@ -36,7 +33,7 @@ def say(line: str) -> None:
         print(f"hvd_adpsgd run: {line}", file=sys.stderr, flush=True)
 
 
-def exit_status(ends: Sequence[int]) -> int:
+def exit_status(ends: list[int]) -> int:
     """Return the exit status of a job whose learners ended with `ends`, in the order of their ends."""
     if any(status in (0, FAILED_STATUS) for status in ends):
         return 0 if all(status in (0, LEFT_STATUS) for status in ends) else FAILED_STATUS
@@ -45,19 +42,33 @@ def exit_status(ends: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class Learner:
-    """A learner's rank and host, and what is known of it."""
-
     rank: int
     host: str
     super_rank: int | None = None  # None until its hvd.init() has returned
     listener: str = ""  # address at which super learners can join, while it runs
     is_joining: bool = False  # it replaces a failed learner, and has not joined
     status: int | None = None  # its exit status, of its replacement if that has joined
-    process: asyncio.subprocess.Process | None = None  # here: ssh, for another host
+    process: subprocess.Popen[bytes] | None = None  # here: ssh, for another host
 
     @property
     def has_failed(self) -> bool:  # and no replacement has joined
         return self.status not in (None, 0, FAILED_STATUS, LEFT_STATUS)
+
+    def send(self, line: str) -> None:
+        """Send a line to its process, if that runs."""
+        with contextlib.suppress(BrokenPipeError):
+            if self.process and self.process.stdin:
+                self.process.stdin.write(line.encode() + b"\n")
+                self.process.stdin.flush()
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    loop, ended, fd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
+    loop.add_reader(fd, ended.set)
+    await ended.wait()
+    loop.remove_reader(fd)
+    os.close(fd)
+    return process.wait()
 
 
 class Job:
@@ -97,9 +108,7 @@ class Job:
             say(f"learners {failed} have failed, others have trained to the end: status {status}.")
         return status
 
-    # ---- one learner
-
-    def _start(self, learners: Sequence[Learner], address: str, **told: str) -> None:
+    def _start(self, learners: list[Learner], address: str, **told: str) -> None:
         port, hosts = free_port(), [each.host for each in learners]
         for i, each in enumerate(learners):
             local = hosts[:i].count(each.host), hosts.count(each.host)
@@ -114,32 +123,34 @@ class Job:
         if not is_local(learner.host):
             env = {k: v for k, v in env.items() if not _OF_THIS_HOST.match(k)}
             remote = in_folder(os.getcwd(), os.environ.get("PYTHONPATH"), shlex.join(command))
-            command = ssh_command(learner.host, self._ssh, remote, _ALIVE)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
-        assert process.stdin and process.stdout and process.stderr
-        learner.process = process
+            command = ssh_command(learner.host, self._ssh, remote, ["ServerAliveInterval=15"])
         request: dict[str, Any] = {"command": self._command, "env": env, "folder": os.getcwd()}
         local_size = [each.host for each in self._learners].count(learner.host)
         request |= {"local_size": local_size, "secret": self._secret, "mark": self._mark}
-        process.stdin.write(json.dumps(request).encode() + b"\n")
+        # not asyncio's: its wait() also waits for the processes that a learner leaves behind
+        pipe = subprocess.PIPE
+        process = learner.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        learner.send(json.dumps(request))
         if self._status is not None:
-            process.stdin.write(b"%d\n" % signal.SIGTERM)
-        pipes = (process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)
-        written = [asyncio.create_task(self._pass_on(learner, *pair)) for pair in pipes]
-        status = await process.wait()
-        await asyncio.wait(written, timeout=1.0)  # children of the learner may keep the pipes open
+            learner.send(str(int(signal.SIGTERM)))
+        files = (process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)
+        written = [asyncio.create_task(self._pass_on(learner, *pair)) for pair in files]
+        status = await _ended(process)
+        await asyncio.wait(written, timeout=1.0)
         self._note_end(learner, status if status >= 0 else 128 - status)
 
-    async def _pass_on(self, learner: Learner, stream: asyncio.StreamReader, to: Any) -> None:
-        text = b""
+    async def _pass_on(self, learner: Learner, file: Any, to: Any) -> None:
+        stream, text = asyncio.StreamReader(), b""
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), file)
         while True:
             data = await stream.read(1 << 16)
             text += data or b"\n" * bool(text)
-            lines = _LINE.findall(text) or [text] * (len(text) > 1 << 20)
-            text = text[sum(map(len, lines)) :]
+            lines = text.splitlines(keepends=True)  # progress bars end lines by a carriage return
+            is_whole = not lines or lines[-1].endswith(b"\n") or len(lines[-1]) > 1 << 20
+            text = b"" if is_whole else lines.pop()
             for line in lines:
                 line, is_marked, report = line.partition(self._mark.encode())
                 if is_marked:
@@ -168,10 +179,10 @@ class Job:
             self._ends.append(learner.rank)
         if self._status is not None or status == 0:
             return
-        name = signal.strsignal(status - 128) if 128 < status < 128 + signal.NSIG else None
-        how = f"{name}, status {status}" if name else f"status {status}"
         if status != FAILED_STATUS:
-            say(f"learner {learner.rank} on {learner.host} has ended: {how}.")
+            name = signal.strsignal(status - 128) if 128 < status < 128 + signal.NSIG else None
+            how = f" ({name})" if name else ""
+            say(f"learner {learner.rank} on {learner.host} has ended: status {status}{how}.")
         if learner.super_rank is None:
             say(
                 "It ended before hvd.init() returned: the job cannot start, all learners are ended."
@@ -200,8 +211,6 @@ class Job:
         told = {"HVD_ADPSGD_JOIN": ",".join(listeners), "HVD_ADPSGD_JOIN_AS": str(super_rank)}
         self._start(those, "127.0.0.1", **told)
 
-    # ---- signals
-
     def _interrupt(self, number: signal.Signals) -> None:
         again = self._status is not None
         say(f"{number.name}: all learners are {'killed' if again else 'sent it'}.")
@@ -217,5 +226,4 @@ class Job:
 
     def _signal(self, number: int) -> None:
         for each in self._learners:
-            if each.process and each.process.stdin:
-                each.process.stdin.write(b"%d\n" % number)
+            each.send(str(int(number)))

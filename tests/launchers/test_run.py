@@ -1,0 +1,275 @@
+"""Jobs of `python -m hvd_adpsgd run`: failures, replacements, signals, and that no learner outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import LONGEST_S, environment, wait_for
+
+SINGLE = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+PAIRS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_INNER": "torch"}
+
+
+class Started:
+    """A launcher that runs, and what it has written."""
+
+    def __init__(self, folder: Path, program: str, *options: str, **env: str):
+        (folder / "train.py").write_text(program)
+        self._out = folder / "out"
+        command = [sys.executable, "-m", "hvd_adpsgd", "run", *options, "train.py"]
+        with open(self._out, "w") as out:
+            self.process = subprocess.Popen(
+                command,
+                env=environment(env),
+                cwd=folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self._out.read_text()
+
+    def found(self, pattern: str) -> list[tuple[str, ...]]:
+        return re.findall(pattern, self.text)
+
+    def status(self) -> int:
+        return self.process.wait(LONGEST_S)
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, program: str, *options: str, env: Mapping[str, str] | None = None
+) -> Iterator[Started]:
+    run = Started(folder, program, *options, **(env or {}))
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()
+        print(run.text)
+
+
+TRAINS = """
+import os, signal, sys, torch
+import hvd_adpsgd.torch as hvd
+hvd.init()
+anew = "HVD_ADPSGD_JOIN_AS" in os.environ
+model = torch.nn.Linear(50, 20)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters())
+def train(steps=5):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 50)).sum().backward()
+        optimizer.step()
+def end(how):
+    if how == "raise":
+        raise RuntimeError("of the script")
+    os.kill(os.getpid(), getattr(signal, how))
+"""
+
+FAILS = (
+    TRAINS
+    + """
+train()
+if hvd.rank() == 1:
+    end("HOW")
+while not hvd.failed_ranks():  # the launcher has not ended this learner
+    train()
+print("survived:", hvd.rank(), hvd.failed_ranks())
+"""
+)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("how", "env", "gone"),
+    [
+        ("SIGKILL", SINGLE, [1]),
+        pytest.param("raise", PAIRS, [0, 1], marks=pytest.mark.extended),
+        pytest.param("SIGSEGV", SINGLE, [1], marks=pytest.mark.extended),
+    ],
+)
+def test_a_failed_learner_ends_no_other_super_learner(
+    tmp_path: Path, how: str, env: Mapping[str, str], gone: list[int]
+) -> None:
+    with started(tmp_path, FAILS.replace("HOW", how), "-np", "4", env=env) as run:
+        assert run.status() == 75
+    left = sorted(set(range(4)) - set(gone))
+    found = sorted(run.found(r"\[(\d)\] survived: (\d) (\(.*\))"))
+    assert found == [(str(i), str(i), str(tuple(gone))) for i in left]
+    assert f"learners {gone} have failed, others have trained to the end: status 75" in run.text
+
+
+REPLACED = (
+    TRAINS
+    + """
+epoch = hvd.admit(model, optimizer, state=0)
+# 1: a replacement trains; all see it in the same call, as each contributes
+while not hvd.allreduce(torch.tensor([float(anew)]), op=hvd.Sum, name=f"anew {epoch}").item():
+    train()
+    if hvd.rank() == LAST and epoch == 1:
+        end("SIGKILL")
+    epoch = hvd.admit(model, optimizer, state=epoch + 1)
+print("ends:", hvd.rank(), hvd.size(), hvd.local_rank(), hvd.failed_ranks(), anew)
+"""
+)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("np", "env", "last"),
+    [(2, SINGLE, 1), pytest.param(4, PAIRS, 3, marks=pytest.mark.extended)],
+)
+def test_a_failed_super_learner_is_started_anew(
+    tmp_path: Path, np: int, env: Mapping[str, str], last: int
+) -> None:
+    program = REPLACED.replace("LAST", str(last))
+    with started(tmp_path, program, "-np", str(np), "--replace", env=env) as run:
+        assert run.status() == 0
+    ended = np // int(env["HVD_ADPSGD_SUPER_LEARNER_SIZE"]) - 1
+    assert f"super learner {ended} is started anew" in run.text
+    found = sorted(run.found(r"\[(\d)\] ends: (.*)"))
+    each = [f"{i} {np} {i} () {i * 2 >= np}" for i in range(np)]
+    assert found == [(str(i), text) for i, text in enumerate(each)]
+
+
+@pytest.mark.mpi
+def test_a_job_that_cannot_start_ends(tmp_path: Path) -> None:
+    """Without waiting for HVD_ADPSGD_START_TIMEOUT_S: a learner ends before its hvd.init()."""
+    program = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+import hvd_adpsgd.torch as hvd
+hvd.init()
+"""
+    env = {**SINGLE, "HVD_ADPSGD_START_TIMEOUT_S": str(10 * LONGEST_S)}
+    with started(tmp_path, program, "-np", "3", env=env) as run:
+        assert run.status() == 3
+    assert "learner 1 on localhost has ended: status 3." in run.text
+    assert "before hvd.init() returned" in run.text
+
+
+# What a learner is to the launcher; it writes that its handlers are there.
+LEARNER = """
+IGNORES = False
+import os, signal, subprocess, sys, time
+def tell(number, _):
+    print("got", number)
+    if number != signal.SIGUSR1:
+        sys.exit(5)
+for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, tell)
+if IGNORES and os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print("pids", os.getpid(), os.getppid(), child.pid)
+while True:
+    signal.pause()
+"""
+
+
+def test_signals_reach_all_learners(tmp_path: Path) -> None:
+    with started(tmp_path, LEARNER, "-np", "3") as run:
+        wait_for(lambda: len(run.found("pids")) == 3, "all have begun", LONGEST_S)
+        run.process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: len(run.found(f"got {int(signal.SIGUSR1)}")) == 3, "SIGUSR1", LONGEST_S)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.status() == 128 + signal.SIGTERM
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        ranks = run.found(rf"\[(\d)\] got {int(number)}\n")
+        assert sorted(ranks) == ["0", "1", "2"]
+    for *_, child in pids_of(run):  # of the script's own; those stay
+        os.kill(child, signal.SIGKILL)
+
+
+def test_an_interrupt_ends_what_does_not_heed_it(tmp_path: Path) -> None:
+    """The second one kills."""
+    program = LEARNER.replace("signal.SIGINT, ", "")
+    ignores = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    with started(tmp_path, ignores + program, "-np", "2") as run:
+        wait_for(lambda: len(run.found("pids")) == 2, "all have begun", LONGEST_S)
+        run.process.send_signal(signal.SIGINT)
+        wait_for(lambda: run.found("SIGINT: all learners are sent it"), "the first", LONGEST_S)
+        run.process.send_signal(signal.SIGINT)
+        assert run.status() == 128 + signal.SIGINT
+    assert "SIGINT: all learners are killed" in run.text
+    for *_, child in pids_of(run):
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "process of learner 0"])
+def test_no_learner_outlives_the_launcher(tmp_path: Path, victim: str) -> None:
+    """Killed so that it can do nothing. Of a learner that ignores SIGTERM, and what the learners started."""
+    program = LEARNER.replace("IGNORES = False", "IGNORES = True")
+    with started(tmp_path, program, "-np", "2") as run:
+        wait_for(lambda: len(run.found("pids")) == 2, "all have begun", LONGEST_S)
+        if victim == "launcher":
+            run.process.kill()
+            run.process.wait()
+            require_gone(run)
+        else:
+            pid, of_launcher, _ = next(pids for rank, *pids in pids_of(run) if rank == 0)
+            os.kill(of_launcher, signal.SIGKILL)
+            wait_for(lambda: not is_running(pid), "the learner ends with it", LONGEST_S)
+            for *_, child in pids_of(run):
+                os.kill(child, signal.SIGKILL)
+
+
+def pids_of(run: Started) -> list[list[int]]:
+    """By learner: its rank, its pid, that of its parent, that of its child."""
+    return [list(map(int, found)) for found in run.found(r"\[(\d)\] pids (\d+) (\d+) (\d+)\n")]
+
+
+def require_gone(run: Started) -> None:
+    pids = [pid for _, *pids in pids_of(run) for pid in pids]
+    assert len(pids) % 3 == 0 and pids
+    wait_for(lambda: not any(map(is_running, pids)), f"{pids} have ended", LONGEST_S)
+
+
+def is_running(pid: int) -> bool:
+    """Not so: ended, or waited for by nobody."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_lines_keep_their_learner_and_their_stream(tmp_path: Path) -> None:
+    """Also one of a progress bar, one without an end, and one longer than any buffer."""
+    program = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+print("x" * 300_000 + f"|{rank}")
+sys.stderr.write(f"10 % of {rank}\\r20 % of {rank}")
+"""
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", "2", "train.py"]
+    done = subprocess.run(
+        command,
+        env=environment({}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = ["x" * 300_000 + f"|{rank}" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"[{i}] {line}" for i, line in enumerate(lines)]
+    for rank in range(2):
+        assert (
+            f"[{rank}] 10 % of {rank}" in done.stderr and f"[{rank}] 20 % of {rank}" in done.stderr
+        )

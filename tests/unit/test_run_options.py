@@ -1,0 +1,115 @@
+"""The launcher `python -m hvd_adpsgd run`: which learners start where, and the status of a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.launch import processes
+from hvd_adpsgd.tools import run
+from hvd_adpsgd.tools.doctor.hosts import Host, read_hosts
+from hvd_adpsgd.tools.run.job import Learner, exit_status
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ([0, 0], 0),
+        ([143, 0], 0),  # preempted
+        ([0, 75], 75),
+        ([137, 0, 0], 75),
+        ([1, 75, 0], 75),
+        ([143, 75], 75),
+        ([143, 143], 75),
+        ([3, 137], 3),
+        ([143, 137, 3], 137),
+    ],
+)
+def test_status_of_a_job(ends: list[int], status: int) -> None:
+    assert exit_status(ends) == status
+
+
+@pytest.mark.parametrize(
+    ("hosts", "np", "found"),
+    [
+        ("a:2,b:3", None, "aabbb"),
+        ("a:2,b:3", 3, "aab"),
+        ("a:2,b:3", 1, "a"),
+        ("a:1,b:1,a:1", None, "aba"),
+    ],
+)
+def test_learners_fill_the_first_hosts_first(hosts: str, np: int | None, found: str) -> None:
+    learners = run.learners(read_hosts(hosts), np)
+    assert "".join(learner.host for learner in learners) == found
+    assert [learner.rank for learner in learners] == list(range(len(found)))
+
+
+@pytest.mark.parametrize("np", [0, 6, -1])
+def test_more_learners_than_slots_are_refused(np: int) -> None:
+    with pytest.raises(ConfigError, match=f"-np {np}, allowed is 1 to 5"):
+        run.learners([Host("a", 2), Host("b", 3)], np)
+
+
+def test_other_hosts_connect_to_the_first_one_by_its_name() -> None:
+    here = os.uname().nodename
+    assert run.address([Learner(0, "localhost"), Learner(1, "localhost")]) == "127.0.0.1"
+    assert run.address([Learner(0, here), Learner(1, "b.invalid")]) == here
+    assert run.address([Learner(0, "b.invalid")]) == "b.invalid"
+    for own in ("localhost", "127.0.0.1"):
+        with pytest.raises(ConfigError, match=here):
+            run.address([Learner(0, own), Learner(1, "b.invalid")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["-np", "2"], "no script to start"),
+        (["train.py"], "how many learners"),
+        (["-H", "node1", "train.py"], "no NAME:SLOTS"),
+        (["--hostfile", "/nowhere", "train.py"], "/nowhere cannot be read"),
+        (["-np", "3", "-H", "a:1,b:1", "train.py"], "-np 3, allowed is 1 to 2"),
+    ],
+)
+def test_wrong_options_are_named(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(arguments) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_process_gets_the_ranks_of_its_own_launcher_only() -> None:
+    environ = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1", "RANK": "2"}
+    given = processes.place(5, 8, 1, 4, "node1", 29000)
+    assert {**processes.without_launchers(environ), **given} == {
+        "PATH": "/bin",
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29000",
+    }
+
+
+def test_only_the_pipe_of_the_launcher_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of a learner has the variable, and another file at that descriptor, or none."""
+    reads, writes = os.pipe()
+    inode = os.fstat(writes).st_ino
+    monkeypatch.setenv(processes.PIPE, f"{writes}:{inode}")
+    processes.notify_launcher(super_rank=3)
+    assert os.read(reads, 100) == b'{"super_rank": 3}\n'
+    monkeypatch.setenv(processes.PIPE, f"{writes}:{inode + 1}")
+    processes.notify_launcher(super_rank=3)
+    os.close(writes)
+    assert os.read(reads, 100) == b"", "written to a file that is not the pipe"
+    os.close(reads)
+    monkeypatch.setenv(processes.PIPE, f"{writes}:{inode}")
+    processes.notify_launcher(super_rank=3)
+
+
+def test_a_free_port_is_below_the_ephemeral_ones() -> None:
+    low = int(subprocess.check_output(["cut", "-f1", "/proc/sys/net/ipv4/ip_local_port_range"]))
+    assert 1024 <= processes.free_port() < low
