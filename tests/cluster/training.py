@@ -75,15 +75,21 @@ class Run:
 
 
 @contextmanager
-def training(folder: Path, options: Sequence[str] = (), **env: str) -> Iterator[Run]:
+def training(
+    folder: Path,
+    options: Sequence[str] = (),
+    launcher: Sequence[str] = ("horovodrun",),
+    **env: str,
+) -> Iterator[Run]:
     """Yields when all train and have exchanged; at the block's end learners learn that it is enough.
 
     Args:
         folder: for the learners' files.
-        options: of horovodrun.
+        options: of the launcher.
+        launcher: the command of the launcher.
         env: variables of the learners.
     """
-    command = ["horovodrun", *options, "-np", "3", "-H", ",".join(f"{host}:1" for host in HOSTS)]
+    command = [*launcher, *options, "-np", "3", "-H", ",".join(f"{host}:1" for host in HOSTS)]
     command += [sys.executable, str(PROGRAM), str(folder)]
     with Cluster(3) as cluster, open(folder / "log", "w+") as log:
         out = {"stdout": log, "stderr": subprocess.STDOUT, "text": True}

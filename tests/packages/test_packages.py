@@ -223,12 +223,19 @@ def test_wheel_beside_torch_trains_at_once(wheel, tests, tmp_path):
     (here.work / "train.py").write_text(re.search(r"(?ms)^```python\n(.*?)^```", page)[1])
     begun, used_s = time.monotonic(), cpu_s()
     here.install(wheel)
-    run = ("torchrun", "--nproc-per-node", "4", "train.py")
+    run = ("python", "-m", "hvd_adpsgd", "run", "-np", "4", "train.py")
     said = here.checked(*run, HVD_ADPSGD_SUPER_LEARNER_SIZE="1", OMP_NUM_THREADS="1")
     used_s = cpu_s() - used_s
     clock_s = time.monotonic() - begun
     print(f"from torch alone to a job that has trained: {used_s:.0f} CPU s, {clock_s:.0f} s")
     assert said.count(" exchanges") == 4, said
+    killed = (
+        "os.kill(os.getpid(), 9) if (hvd.rank(), epoch) == (2, 1) else sampler.set_epoch(epoch)"
+    )
+    script = (here.work / "train.py").read_text().replace("sampler.set_epoch(epoch)", killed)
+    (here.work / "train.py").write_text(f"import os\n{script}")
+    answer = here.run(*run, HVD_ADPSGD_SUPER_LEARNER_SIZE="1", OMP_NUM_THREADS="1")
+    assert answer.returncode == 75 and answer.stdout.count(" exchanges") == 3, answer
     for missing in ("horovod", "mpi4py.MPI"):
         assert here.run("python", "-c", f"import {missing}").returncode != 0
     assert 5 < used_s < 60, "5: four learners import torch, so less was not counted"

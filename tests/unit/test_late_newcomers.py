@@ -9,7 +9,7 @@ import pytest
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import LaunchError
-from hvd_adpsgd.joining import candidates, joining
+from hvd_adpsgd.joining import joining
 from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinRequest, JoinServer
 from hvd_adpsgd.joining.reconnect import RECONNECT_S
 from hvd_adpsgd.launch import world as worlds

@@ -1,0 +1,53 @@
+"""Three hosts under `python -m hvd_adpsgd run`: one loses its power; the launcher is killed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.machines import unavailable
+from tests.cluster.training import PROGRAM, training
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]
+REASON = unavailable()
+if REASON:
+    pytest.skip(REASON, allow_module_level=True)
+
+RUN = (sys.executable, "-m", "hvd_adpsgd", "run")
+IMPATIENT = {"HVD_ADPSGD_FAILURE_TIMEOUT_S": "4", "HVD_ADPSGD_LEAVE_DEADLINE_S": "3"}
+
+
+def learners() -> list[int]:
+    """The pids of the learners on all hosts, as seen from outside."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        if str(PROGRAM).encode() in words and b"run" not in words:
+            found.append(int(name))
+    return found
+
+
+def test_a_host_that_loses_its_power_is_left_behind(tmp_path: Path) -> None:
+    """The ssh connection to it says nothing for a while: the job does not wait for that."""
+    with training(tmp_path, launcher=RUN, **IMPATIENT) as run:
+        run.cluster.kill("node3", silently=True)
+        for rank in (0, 1):
+            run.wait_failed([rank], [2])
+        run.wait_exchanges(0, 1)
+    assert run.status == 75, run.said
+    for rank in (0, 1):
+        assert run.facts(rank)[-1]["failed"] == [2], run.said
+    assert "learner 2 on node3 has ended" in run.said
+
+
+def test_no_learner_outlives_the_launcher_on_any_host(tmp_path: Path) -> None:
+    with training(tmp_path, launcher=RUN) as run:
+        assert len(learners()) == 3
+        run.process.kill()
+        run.wait_for(lambda: not learners())
