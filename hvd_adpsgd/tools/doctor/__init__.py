@@ -100,7 +100,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     if args.quick:
         return
     if inner == "torch":
-        yield findings.judge_launch(launch.try_without_mpi(2 * seconds), True)
+        yield findings.judge_launch(launch.try_without_mpi(2 * seconds, reached), True)
     else:
         survival = launch.try_survival(2 * seconds, ulfm and not plain, reached)
         yield findings.judge_launch(survival, ulfm)

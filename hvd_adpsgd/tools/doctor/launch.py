@@ -37,20 +37,6 @@ if rank == last:
 say(rank=rank, alive=count("alive"))
 """
 
-# Starts PROGRAM twice, as a launcher without MPI does that lets the others train on when a learner ends.
-_STARTER = """
-import os, socket, subprocess, sys
-
-with socket.create_server(("127.0.0.1", 0)) as free:
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-each = [
-    subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, **job, "RANK": str(i)})
-    for i in range(2)
-]
-for learner in each:
-    learner.wait()
-"""
-
 
 def _options() -> dict[str, str | None]:
     """Return the test job's variables: super learners of one learner; of the user's HVD_ADPSGD_* only INNER.
@@ -67,11 +53,12 @@ def find_horovodrun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("horovodrun")
 
 
-def try_without_mpi(seconds: float) -> Survival:
-    """As `try_survival`, with two learners on this host and no launcher: with the variables that one sets."""
-    command = [sys.executable, "-c", _STARTER, PROGRAM]
-    survival = read_survival(2, bounded(command, seconds, _options()))
-    return dataclasses.replace(survival, launcher="torchrun --no-python --nproc-per-node")
+def try_without_mpi(seconds: float, hosts: Sequence[str] = ()) -> Survival:
+    """As `try_survival`, by `python -m hvd_adpsgd run`, which needs neither MPI nor Horovod."""
+    n, where = _where(hosts)
+    command = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", str(n), *where]
+    answer = bounded([*command, sys.executable, "-c", PROGRAM], seconds, _options())
+    return dataclasses.replace(read_survival(n, answer), launcher="python -m hvd_adpsgd run -np")
 
 
 def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
@@ -82,17 +69,22 @@ def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> 
         switch_on: pass horovodrun the options that switch ULFM on, because it does not set them itself.
         hosts: hosts to start one learner on each; with fewer than two, two learners on this host.
     """
-    n = max(2, len(hosts))
+    n, where = _where(hosts)
     horovodrun = find_horovodrun()
     if horovodrun is None:
         return Survival(n, False, False, None, 0.0, "no horovodrun beside this Python or on PATH")
-    where = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
     if asks_for_gloo(os.environ):
         options = ["--gloo"]
     else:
         options = list(ULFM_OPTIONS) if switch_on else []
     command = [horovodrun, "-np", str(n), *where, *options, sys.executable, "-c", PROGRAM]
     return read_survival(n, bounded(command, seconds, _options()))
+
+
+def _where(hosts: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the number of learners, and a launcher's options that name their hosts."""
+    named = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
+    return max(2, len(hosts)), named
 
 
 def read_survival(n: int, answer: Answer) -> Survival:
