@@ -28,8 +28,6 @@ log = logging.getLogger("hvd_adpsgd")
 _ANY = 1024  # powers of two: more than any mean needs
 
 # names of tensors that are not trained, of which the log has said that they are not finite
-_ANY = 1024  # powers of two
-
 _logged: set[str] = set()
 
 
