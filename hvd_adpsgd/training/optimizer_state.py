@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ __all__ = [
     "stand_in",
     "writing_in_place",
 ]
+
+log = logging.getLogger("hvd_adpsgd")
 
 # Names of the attributes that Horovod's constructor sets on the wrapped optimizer.
 _HOROVODS = {
@@ -106,6 +109,9 @@ _shared: weakref.WeakKeyDictionary[Any, tuple[list[dict[str, Any]], Any]] = (
 def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
     """Make the user's (plain) optimizer count the steps of the wrapped one, and refuse steps of its own.
 
+    If the script has dropped the wrapped optimizer before its first step, steps of the plain one are not
+    refused: a warning says that they average nothing.
+
     Registers hooks, and removes those of an earlier call. The wrapped optimizer is what
     hvd.DistributedOptimizer returns. Where torch has such hooks, one keeps the objects in param_groups and
     state when the plain optimizer loads a state dict.
@@ -117,12 +123,12 @@ def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], b
     """
     for hook in _bound.pop(optimizer, ()):
         hook.remove()
-    plain = weakref.ref(optimizer)
+    plain, unused = weakref.ref(optimizer), [True]
     hooks = [
         optimizer.register_step_pre_hook(
-            functools.partial(_refuse_plain_step, plain, weakref.ref(wrapped), runs)
+            functools.partial(_refuse_plain_step, plain, weakref.ref(wrapped), runs, unused)
         ),
-        optimizer.register_step_post_hook(functools.partial(_count_step, plain)),
+        optimizer.register_step_post_hook(functools.partial(_count_step, plain, unused)),
         optimizer.register_load_state_dict_post_hook(
             functools.partial(_refill, optimizer.param_groups, optimizer.state)
         ),
@@ -149,11 +155,18 @@ def _refuse_plain_step(
     plain: weakref.ref[Any],
     wrapped: weakref.ref[Any],
     runs: Callable[[Any], bool],
+    unused: list[bool],
     optimizer: torch.optim.Optimizer,
     *_: Any,
 ) -> None:
     """Raise UnsupportedOptimizerError if the script steps the user's optimizer, not the wrapped one."""
     its = wrapped()
+    if its is None and unused:
+        log.warning(
+            "step() of the plain %s averages nothing: the script has dropped what hvd.DistributedOptimizer "
+            "returned for it, before its first step. Call step() of what it returned.",
+            type(optimizer).__name__,
+        )
     if optimizer is plain() and its is not None and runs(its):
         raise UnsupportedOptimizerError(
             f"step() of the plain {type(optimizer).__name__}, which was wrapped: it averages nothing. Call "
@@ -161,8 +174,9 @@ def _refuse_plain_step(
         )
 
 
-def _count_step(plain: weakref.ref[Any], *_: Any) -> None:
+def _count_step(plain: weakref.ref[Any], unused: list[bool], *_: Any) -> None:
     """Count a step on the user's optimizer: its schedulers check that it has stepped before they do."""
+    unused.clear()
     if (optimizer := plain()) is not None:
         optimizer._opt_called = True
         # older torch reads this counter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import types
 from typing import Any
 
@@ -137,3 +138,22 @@ def test_groups_and_a_state_that_a_script_sets_are_shared_again() -> None:
     assert wrapped.param_groups is plain.param_groups is shared[0]
     assert wrapped.state is plain.state is shared[1]
     assert plain.param_groups[0] is given[0] and list(plain.state) == [parameter]
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_wrapped_optimizer_that_is_dropped_unused_is_told_once(
+    has_stepped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`hvd.DistributedOptimizer(optimizer)` without `optimizer =`; after a step that is no mistake."""
+    model = torch.nn.Linear(2, 1)
+    plain, wrapped = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    bind(plain, wrapped, lambda its: True)
+    if has_stepped:
+        vars(wrapped)["_optimizer_step_post_hooks"] = plain._optimizer_step_post_hooks
+        wrapped.step()
+    del wrapped
+    gc.collect()
+    for _ in range(2):
+        plain.step()
+    said = [record for record in caplog.records if "averages nothing" in record.message]
+    assert len(said) == (0 if has_stepped else 1)
