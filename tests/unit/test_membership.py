@@ -215,6 +215,7 @@ def test_callbacks_are_forgotten_in_shutdown_also_without_a_call_of_admit(monkey
     monkeypatch.setattr(basics.bootstrap, "init", lambda *args, **options: worlds.put(world))
     for module, name in (
         ("candidates", "open_listener"),
+        ("candidates", "notify_launcher"),
         ("cores", "reserve"),
         ("watching", "start"),
     ):
