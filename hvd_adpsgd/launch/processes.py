@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ __all__ = [
     "without_launchers",
 ]
 
-PIPE = "ADPSGD_LAUNCHER_PIPE"  # descriptor and inode of the pipe to `python -m hvd_adpsgd run`
+PIPE = "ADPSGD_LAUNCHER_PIPE"  # path of the pipe to `python -m hvd_adpsgd run`
 REPLACES_FAILED = "ADPSGD_LAUNCHER_REPLACES"  # set if that launcher replaces failed super learners
 
 _OF_TORCHRUN = (
@@ -32,17 +33,17 @@ _OF_TORCHRUN = (
     "MASTER_PORT",
 )
 # Variables with which a launcher gives a process its rank.
-_OF_LAUNCHERS = (
-    *_OF_TORCHRUN,
-    *("GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "PRTE_"),
-    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_"),
-    *("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME", PIPE, REPLACES_FAILED),
+_OF_LAUNCHERS = re.compile(
+    "|".join(_OF_TORCHRUN) + r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)|TORCHELASTIC_.*"
+    r"|SLURM_(PROCID|LOCALID|NODEID|STEP_.*)|(OMPI|PMI|PMIX|PRTE)_.*"
+    r"|HOROVOD_(RANK|SIZE|CONTROLLER|CPU_OPERATIONS|HOSTNAME|(LOCAL|CROSS|GLOO)_.*)"
+    f"|{PIPE}|{REPLACES_FAILED}"
 )
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a process without those with which a launcher gave it its rank."""
-    return {k: v for k, v in environ.items() if not k.startswith(_OF_LAUNCHERS)}
+    return {k: v for k, v in environ.items() if not _OF_LAUNCHERS.fullmatch(k)}
 
 
 def place(
@@ -69,11 +70,6 @@ def free_port(host: str = "") -> int:
 
 
 def notify_launcher(**facts: object) -> None:
-    """Send facts to the launcher, if `python -m hvd_adpsgd run` has started this process; never raises.
-
-    A child process inherits the variable but not the pipe: another file has that descriptor, or none.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        fd, inode = map(int, os.environ.get(PIPE, "").split(":"))
-        if os.fstat(fd).st_ino == inode:
-            os.write(fd, json.dumps(facts).encode() + b"\n")
+    """Send facts to the launcher, if `python -m hvd_adpsgd run` has started this process; never raises."""
+    with contextlib.suppress(OSError), open(os.environ.get(PIPE, ""), "ab", buffering=0) as pipe:
+        pipe.write(json.dumps({"pid": os.getpid(), **facts}).encode() + b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 
@@ -94,20 +95,24 @@ def test_a_process_gets_the_ranks_of_its_own_launcher_only() -> None:
     }
 
 
-def test_only_the_pipe_of_the_launcher_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of a learner has the variable, and another file at that descriptor, or none."""
+def test_a_learner_reports_to_its_launcher_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the path of the pipe, as a wrapper may start the learner without the launcher's descriptors."""
     reads, writes = os.pipe()
-    inode = os.fstat(writes).st_ino
-    monkeypatch.setenv(processes.PIPE, f"{writes}:{inode}")
+    monkeypatch.setenv(processes.PIPE, f"/proc/{os.getpid()}/fd/{writes}")
     processes.notify_launcher(super_rank=3)
-    assert os.read(reads, 100) == b'{"super_rank": 3}\n'
-    monkeypatch.setenv(processes.PIPE, f"{writes}:{inode + 1}")
-    processes.notify_launcher(super_rank=3)
+    assert json.loads(os.read(reads, 100)) == {"pid": os.getpid(), "super_rank": 3}
     os.close(writes)
-    assert os.read(reads, 100) == b"", "written to a file that is not the pipe"
     os.close(reads)
-    monkeypatch.setenv(processes.PIPE, f"{writes}:{inode}")
+    processes.notify_launcher(super_rank=3)  # the launcher has ended
+    monkeypatch.delenv(processes.PIPE)
     processes.notify_launcher(super_rank=3)
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "RANKED", "PATH", "HVD_ADPSGD_JOIN", "ROLE_OF_MINE", "PMI"]
+)
+def test_variables_that_give_no_rank_are_passed_on(name: str) -> None:
+    assert processes.without_launchers({name: "1"}) == {name: "1"}
 
 
 def test_a_free_port_is_below_the_ephemeral_ones() -> None:

@@ -21,11 +21,12 @@ _USAGE = "python -m hvd_adpsgd run [-np N] [-H NAME:N,...] [--replace] train.py 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status of the job, 2 if the options are wrong."""
+    """Run the command; exit with the status of the job; return 2 if the options are wrong."""
     args = _parser().parse_args(arguments)
     try:
         found = learners(_hosts(args), args.np)
         ssh = Ssh(args.ssh_port, args.ssh_identity_file)
+        args.command = args.command[args.command[:1] == ["--"] :]
         if not args.command:
             raise ConfigError(f"no script to start. Name one: {_USAGE}.")
         python = [sys.executable] if args.command[0].endswith(".py") else []
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         say(str(error))
         return 2
-    return asyncio.run(job.run())
+    # a thread may wait for ever to write the output
+    os._exit(asyncio.new_event_loop().run_until_complete(job.run()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,9 +54,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:
+    if args.hostfile and args.hosts:
+        raise ConfigError("--hostfile and -H both name hosts. Leave one out.")
     if args.hostfile or args.hosts:
         return read_hostfile(args.hostfile) if args.hostfile else read_hosts(args.hosts)
-    if args.np is None:
+    if args.np is None or args.np < 1:
         raise ConfigError("how many learners? Give -np 4, or hosts: -H node1:4,node2:4.")
     return [Host("localhost", args.np)]
 

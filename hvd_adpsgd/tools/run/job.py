@@ -22,6 +22,8 @@ from hvd_adpsgd.tools.doctor.hosts import Ssh, in_folder, is_local, ssh_command
 FAILED_STATUS, LEFT_STATUS = 75, 128 + signal.SIGTERM  # EX_TEMPFAIL as in the library; preempted
 ATTEMPTS = 3  # starts of a super learner that fail one after the other
 STOP_S = 30.0  # from a signal that ends the job to SIGKILL
+_OF_SCRIPTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)  # may kill before hvd.init()
+_LIVES_S = 60.0  # one that has joined and lived for so long has not failed to start
 _START_S = 5.0  # if the job cannot start: for other learners to say why
 # Variables of this host and login, which would be wrong on another one.
 _OF_THIS_HOST = re.compile(r"(HOSTNAME|PWD|OLDPWD|SHLVL|_|TMPDIR)$|SSH_|XDG_|DBUS_|BASH_FUNC_")
@@ -29,7 +31,7 @@ _OF_THIS_HOST = re.compile(r"(HOSTNAME|PWD|OLDPWD|SHLVL|_|TMPDIR)$|SSH_|XDG_|DBU
 
 def say(line: str) -> None:
     """Write a line of the launcher to stderr."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         print(f"hvd_adpsgd run: {line}", file=sys.stderr, flush=True)
 
 
@@ -94,8 +96,9 @@ class Job:
         """Run the job once; return its exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._interrupt, number)
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._interrupt, number)
+        for number in _OF_SCRIPTS:
             loop.add_signal_handler(number, self._signal, number)
         self._start(self._learners, self._address)
         while self._running:
@@ -155,11 +158,14 @@ class Job:
                 line, is_marked, report = line.partition(self._mark.encode())
                 if is_marked:
                     self._note(learner, json.loads(report))
-                try:
-                    to.write(b"[%d] " % learner.rank + line if line else b"")
-                    to.flush()
-                except BrokenPipeError:  # nobody reads this command's output
+                try:  # in a thread, as a reader that stops must not keep signals from the learners
+                    await asyncio.to_thread(
+                        to.write, b"[%d] " % learner.rank + line if line else b""
+                    )
+                    await asyncio.to_thread(to.flush)
+                except OSError as error:  # nobody reads this command's output, or a disk is full
                     os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
+                    say(f"the output cannot be written: {error.strerror}. All learners are ended.")
                     self._stop(128 + signal.SIGPIPE, signal.SIGTERM)
             if not data:
                 return
@@ -170,25 +176,34 @@ class Job:
         if learner.is_joining and told["is_member"]:
             learner.is_joining, learner.status = False, None
             self._ends.remove(learner.rank)
-            del self._attempts[told["super_rank"]]
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LIVES_S, self._trust, learner, learner.process)
+
+    def _trust(self, learner: Learner, process: object) -> None:
+        if learner.process is process and learner.super_rank is not None:
+            self._attempts[learner.super_rank] = 0
 
     def _note_end(self, learner: Learner, status: int) -> None:
         learner.process, learner.listener = None, ""
         if not learner.is_joining:
             learner.status = status
             self._ends.append(learner.rank)
+        if all(each.is_joining for each in self._learners if each.process):
+            loop = asyncio.get_running_loop()  # the job has ended, and replacements have not joined
+            loop.call_later(_START_S, self._signal, signal.SIGTERM)
+            loop.call_later(_START_S + STOP_S, self._signal, signal.SIGKILL)
         if self._status is not None or status == 0:
             return
         if status != FAILED_STATUS:
             name = signal.strsignal(status - 128) if 128 < status < 128 + signal.NSIG else None
             how = f" ({name})" if name else ""
             say(f"learner {learner.rank} on {learner.host} has ended: status {status}{how}.")
-        if learner.super_rank is None:
+        if all(each.super_rank is None for each in self._learners):
             say(
                 "It ended before hvd.init() returned: the job cannot start, all learners are ended."
             )
             self._stop(status, signal.SIGTERM, _START_S)
-        elif self._secret:
+        elif self._secret and learner.super_rank is not None:
             self._replace(learner.super_rank)
 
     def _replace(self, super_rank: int) -> None:
@@ -214,8 +229,8 @@ class Job:
     def _interrupt(self, number: signal.Signals) -> None:
         again = self._status is not None
         say(f"{number.name}: all learners are {'killed' if again else 'sent it'}.")
-        number = signal.SIGTERM if number == signal.SIGHUP else number
-        self._stop(128 + number, signal.SIGKILL if again else number)
+        passed = signal.SIGTERM if number == signal.SIGHUP else number
+        self._stop(128 + number, signal.SIGKILL if again else passed)
 
     def _stop(self, status: int, number: int, after_s: float = 0.0) -> None:
         """Send a signal to all learners, and SIGKILL if that does not end them; replace none any more."""
@@ -226,4 +241,5 @@ class Job:
 
     def _signal(self, number: int) -> None:
         for each in self._learners:
-            each.send(str(int(number)))
+            if each.super_rank is not None or number not in _OF_SCRIPTS:
+                each.send(str(int(number)))
