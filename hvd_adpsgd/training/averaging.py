@@ -177,8 +177,6 @@ class Averaging:
             self.require_running()
             self.tensors.parameters.check()
             self.super_learner.note_quorum()
-            if not self.super_learner.mates.sets:
-                self.first_models.before_first_gradient()
         self._submitted += count
         if self._submitted >= total:
             self._publish()
@@ -204,6 +202,7 @@ class Averaging:
             self.restart = False
             with torch.no_grad():
                 self.rule.start()
+        self.first_models.before_update()
         self.tensors.before_update()
         self._steps.begin()
         try:
@@ -242,8 +241,7 @@ class Averaging:
                 yield
         self._submitted = 0
         self.super_learner.mates.averaged()
-        if self.super_learner.mates.sets == 1:
-            self.first_models.after_first_gradients(self.step)
+        self.first_models.after_gradients(self.step)
         if self.plan.in_step is not None and not again:
             self._steps.averaged()
         if gradients:

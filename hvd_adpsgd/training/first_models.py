@@ -1,12 +1,20 @@
-"""Finds a forgotten broadcast of the model: compares checksums of the parameters before the first step.
+"""Finds a forgotten broadcast of the model: compares sums of the parameters before the first step.
 
 Inside a super learner such models would stay apart for good, as its learners apply equal gradients and
-corrections; so the first step raises. Super learners approach each other, from a worse start.
+corrections; so the third step raises. Super learners approach each other, from a worse start.
+
+The parameters are those with which the optimizer makes its first step: before, a script may change them for
+a gradient and restore them (SAM, weight noise). Each learner has written its sum when all have averaged the
+next gradients. A model may also be broadcast after the first step, so it is compared again if it differs.
+
+Sums of n independent numbers of size s differ by s sqrt(2n), which is about the norm of the model. What
+rounding leaves of a change that a script has taken back is 10^7 times smaller.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 
 import torch
@@ -21,9 +29,11 @@ __all__ = ["FirstModels"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# operations after which super learners may have one model; asked about at most once per optimizer
+_APART = 1e-3  # models differ if their sums differ by this share of their norm
+# operations after which super learners may have one model
 _MEET = {"average_model", "broadcast", "broadcast_object", "broadcast_parameters", "admit"}
+_MEET |= {"allgather", "allgather_object", "broadcast_async"}
+_has_stepped = [False]  # whether an optimizer of this process has
 
 
 class FirstModels:
@@ -39,47 +49,59 @@ class FirstModels:
         self._world, self._mates = world, mates
         # parts of a sharded model differ
         self._tensors = [] if spec.is_sharded else [tensor for _, tensor in spec.trained]
-        self._as_wrapped = _checksum(self._tensors) if world.is_leader else 0
+        self._as_wrapped = _sum(self._tensors) if world.is_leader else None
         told = world.collectives.gather("averaging", self._as_wrapped)
-        self._may_differ = len({checksum for checksum in told if checksum}) > 1
-        self._met = usage.calls(_MEET)
+        sums = [its for its in told if its is not None]
+        differ = bool(sums) and max(sums) - min(sums) > self._least_difference()
+        # later optimizers of a script are of models that have trained, each in its super learner
+        self._may_differ = differ and not _has_stepped[0]
+        self._first_set: int | None = None
+        self._tries = 2
 
-    def before_first_gradient(self) -> None:
-        """Record the model, for the other learners of the super learner."""
-        if self._tensors:
-            self._mates.starts_from(_checksum(self._tensors))
+    def before_update(self) -> None:
+        """Record the model with which the first step is made, for the other learners of the super learner."""
+        _has_stepped[0] = True
+        if self._first_set is None and self._tensors and self._world.inner_size > 1:
+            self._first_set = self._mates.sets
+            self._mates.starts_from(_sum(self._tensors))
 
-    def after_first_gradients(self, step: int) -> None:
-        """Raise if a learner of the super learner steps from another model.
+    def after_gradients(self, step: int) -> None:
+        """Raise if a learner of the super learner has made its first step from another model.
 
         Raises:
             ModelMismatchError: on the learners with another model than some learner.
         """
-        others = self._mates.other_models()
-        if others:
+        if self._first_set is None or self._mates.sets <= self._first_set or not self._tensors:
+            return
+        self._first_set, self._tries = None, self._tries - 1
+        others = self._mates.other_models(self._least_difference())
+        if not others or not self._tries:
+            self._tensors = []
+        if others and not self._tries:
             own = self._world.groups[self._world.super_rank]
             raise ModelMismatchError(
-                f"step {step}: the parameters of learner {self._world.rank} differ from those of learner "
-                f"{own[others[0]]} of the same super learner, which would keep two models. Call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step."
+                f"step {step}: learner {self._world.rank} made its first steps with other parameters than "
+                f"learner {own[others[0]]} of the same super learner, which would keep two models. Call "
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step; after it, "
+                "change parameters equally on all learners, and list them in one order."
             )
 
     def before_first_step(self) -> None:
         """Warn if super learners started apart, and nothing has changed the parameters since."""
         if not self._may_differ or not self._world.is_leader or self._world.super_rank != 1:
             return
-        if usage.calls(_MEET) == self._met and _checksum(self._tensors) == self._as_wrapped:
+        if not usage.calls(_MEET) and _sum(self._tensors) == self._as_wrapped:
             log.warning(
                 "super learners start from different models: nothing has been broadcast. Call "
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step."
             )
 
+    @torch.no_grad()
+    def _least_difference(self) -> float:
+        squares = [float(t.detach().float().norm()) ** 2 for t in self._tensors]
+        return _APART * math.sqrt(sum(squares))
+
 
 @torch.no_grad()
-def _checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a checksum of the tensors' bits, not 0; computed on their devices."""
-    total = 1
-    for tensor in tensors:
-        bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-        total = (1_000_003 * total + int(bits.sum(dtype=torch.int64))) % (2**63 - 25)
-    return total or 1
+def _sum(tensors: Iterable[torch.Tensor]) -> float:
+    return math.fsum(float(tensor.detach().sum(dtype=torch.float64)) for tensor in tensors)

@@ -37,7 +37,7 @@ class Mates:
                     from the next set on
         closed      _CLOSES if the learner submits no more gradients, _ENDS if it has also entered shutdown()
         quorum      0, or 1 + the first set that no learner steps with, as this learner has lost the quorum
-        model       checksum of the learner's parameters before its first step; 0 if it has made none
+        model       sum of the learner's parameters before its first step, the bits of a float64; 0 before
         refused     1 + the last set that the learner averages but does not step with; two columns, for even
                     and for odd sets: a learner may refuse the next set before its mates have read the column,
                     but not the one after that
@@ -66,14 +66,15 @@ class Mates:
         """Record that each gradient of this learner's present set is submitted, or will be without a wait."""
         self._mine[_COMPLETE] = self.sets + 1
 
-    def starts_from(self, checksum: int) -> None:
-        """Record the checksum of the parameters, before submitting a gradient of the first set."""
-        self._mine[_MODEL] = checksum
+    def starts_from(self, total: float) -> None:
+        """Record the sum of the parameters, before the first step."""
+        self._mine[_MODEL] = np.float64(total).view(np.int64)
 
-    def other_models(self) -> list[int]:
-        """Return the inner ranks of learners whose first step is from other parameters than here."""
-        models, mine = self._rows[:, _MODEL], self._mine[_MODEL]
-        return np.flatnonzero((models != mine) & (models != 0) & (mine != 0)).tolist()
+    def other_models(self, difference: float) -> list[int]:
+        """Return the inner ranks of learners whose first step is from a sum that differs by more."""
+        models, mine = self._rows[:, _MODEL].view(np.float64), self._mine[[_MODEL]].view(np.float64)
+        are_known = (models != 0) & (mine != 0)
+        return np.flatnonzero(are_known & (np.abs(models - mine) > difference)).tolist()
 
     def late(self) -> list[int]:
         """Return the inner ranks that have not submitted every gradient of this learner's present set."""

@@ -19,11 +19,13 @@ from learner import DEADLINE_S, outcome, retired, same_inside, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.inner import backend
+from hvd_adpsgd.training import first_models
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -366,7 +368,30 @@ def forgotten_broadcast() -> None:
     model = linear()
     model.weight.data.add_(hvd.rank())  # type: ignore[operator, union-attr]
     with retired(wrap(model)) as optimizer:
+        for _ in range(3):
+            step(model, optimizer)
+
+
+def disturbed_for_a_gradient() -> None:
+    """As SAM and weight noise do, before the first step, too."""
+    model = linear()
+    with retired(wrap(model)) as optimizer:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model.weight.data.add_(1.0 + hvd.rank())  # type: ignore[operator, union-attr]
+            model(torch.ones(1, 3)).sum().backward()
+            model.weight.data.sub_(1.0 + hvd.rank())  # type: ignore[operator, union-attr]
+            optimizer.step()
+
+
+def broadcast_after_a_step() -> None:
+    model = linear()
+    model.weight.data.add_(hvd.rank())  # type: ignore[operator, union-attr]
+    with retired(wrap(model)) as optimizer:
         step(model, optimizer)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        for _ in range(3):
+            step(model, optimizer)
 
 
 def started_apart() -> None:
@@ -378,6 +403,8 @@ def started_apart() -> None:
     log.addHandler(handler)
     found = []
     for broadcasts in (False, True):
+        first_models._has_stepped[:] = [False]  # as in a script that begins
+        usage._tally.kinds.clear()
         model = linear()
         model.weight.data.add_(hvd.super_rank())  # type: ignore[operator, union-attr]
         logged.clear()
@@ -650,6 +677,8 @@ CASES: dict[str, Any] = {
         clipped_too_early,
         clipped_too_early_on_one,
         forgotten_broadcast,
+        disturbed_for_a_gradient,
+        broadcast_after_a_step,
         started_apart,
         fewer_steps_on_one,
         scaled_too_early,
