@@ -8,13 +8,19 @@ will begin no further one before this learner does something else:
     this learner: backward() of step 11, operation 31        peer: 10 steps, 30 operations; hvd.barrier()
     waits in torch for the peer's operation 31               waits for this learner to enter the barrier
 
-A weakness: a script that begins an operation of torch asynchronously, enters an operation over all learners
-seconds later, and on a local peer does both in the other order, is taken for such a wait.
+Numbers alone do not tell: operations between two peers count, too, so learners may differ in them for good.
+So the thread that trains must also be in a call of torch that waits for peers.
+
+Weaknesses: a wait in `work.wait()` that the script calls itself is not noticed. A script that begins an
+operation of torch asynchronously, enters an operation over all learners seconds later, and on a local peer
+does both in the other order, is taken for such a wait.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import threading
 import weakref
 from typing import Any
@@ -36,6 +42,8 @@ __all__ = ["watch_peers"]
 log = logging.getLogger("hvd_adpsgd")
 
 _LOOK_S = 1.0  # between two looks; a wait is noticed at the second or third one
+# modules in which torch waits for peers; those that save may just write
+_WAITS = re.compile(r"/torch/(autograd|distributed(?!/checkpoint)|nn/parallel)/")
 _FOREVER = 2**62  # more operations than there are
 _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has this number
 
@@ -82,6 +90,12 @@ class _PeerWatch:
             return _FOREVER
         return sum(begun[name] for name in self._names)
 
+    def _is_in_torch(self) -> bool:
+        """Whether the thread that trains is in a call of torch that may wait for peers."""
+        frame = sys._current_frames().get(self._thread)
+        where = "" if frame is None else frame.f_code.co_filename
+        return _WAITS.search(where) is not None
+
     def _made(self) -> Made:
         return Made(_COUNTED, self._thread, self._begun())
 
@@ -106,6 +120,8 @@ class _PeerWatch:
         begun, before = self._begun(), self._begun_before
         self._begun_before = begun
         if begun != before or begun == _FOREVER:  # this learner does not wait, or not for long
+            return
+        if not self._is_in_torch():
             return
         ended = self._ended.tolist()
         ranks = world.groups[world.super_rank]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from hvd_adpsgd.errors import CollectiveMismatchError, LearnerFailedError
 from hvd_adpsgd.training import peer_watch
 from hvd_adpsgd.training.peer_watch import _PeerWatch
+from tests.launcher import wait_for
 
 CROSSED = CollectiveMismatchError("learner 5 is in barrier")
 
@@ -47,6 +50,7 @@ class Job:
         mates = SimpleNamespace(submitted_by=lambda peer: 9)
         its = SimpleNamespace(step=lambda: 10, mates=mates)
         self.watch._super_learner = lambda: its  # type: ignore[assignment]
+        monkeypatch.setattr(self.watch, "_is_in_torch", lambda: True)
 
     def require_step(self, of: Any, step: int, ranks: list[int]) -> None:
         assert (step, ranks) == (29, [5])
@@ -84,6 +88,38 @@ def test_a_learner_that_begins_operations_does_not_wait(job: Job) -> None:
     job.ended[1], job.crosses = 1 + 3, True
     for begun in range(4, 9):
         job.begun["default"] = begun
+        job.look()
+
+
+@pytest.mark.parametrize(
+    ("where", "waits"),
+    [
+        ("/lib/torch/distributed/distributed_c10d.py", True),
+        ("/lib/torch/autograd/graph.py", True),
+        ("/lib/torch/nn/parallel/distributed.py", True),
+        ("/lib/torch/distributed/checkpoint/filesystem.py", False),
+        ("/home/me/train.py", False),
+    ],
+)
+def test_a_learner_waits_where_torch_does(job: Job, where: str, waits: bool) -> None:
+    """Others evaluate or save, with other numbers of operations, as those between two peers count."""
+    lock = threading.Lock()
+    with lock:
+        code = compile("with lock: pass", where, "exec")
+        trainer = threading.Thread(target=exec, args=(code, {"lock": lock}), daemon=True)
+        trainer.start()
+        job.watch._thread = trainer.ident
+        found: Any = lambda: _PeerWatch._is_in_torch(job.watch)  # noqa: E731
+        file = lambda: sys._current_frames()[trainer.ident].f_code.co_filename  # noqa: E731
+        wait_for(lambda: file() == where, "the thread waits")
+        assert found() == waits
+    trainer.join()
+
+
+def test_unequal_numbers_alone_are_no_wait(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job.watch, "_is_in_torch", lambda: False)
+    job.ended[1], job.crosses = 1 + 29, True
+    for _ in range(3):
         job.look()
 
 
