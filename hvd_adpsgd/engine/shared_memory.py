@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.errors import WorldError
+from hvd_adpsgd.errors import TransportError, WorldError
 
 __all__ = [
     "File",
@@ -152,8 +152,14 @@ def host_name() -> str:
 
     Virtual machines that were resumed from one snapshot have the same boot id.
     """
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}:{socket.gethostname()}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}:{socket.gethostname()}"
+    except OSError as error:
+        raise TransportError(
+            f"the identifier of this host cannot be read: {error}. Raise the limit of open files "
+            "(ulimit -n), or mount /proc in the container."
+        ) from error
 
 
 class File(NamedTuple):

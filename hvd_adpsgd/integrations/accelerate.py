@@ -32,6 +32,11 @@ class _Optimizer(AcceleratedOptimizer):
     averaged = False  # whether the next step's are averaged
 
     def average(self) -> None:
+        averaging = getattr(self.optimizer, "_averaging", None)
+        if (
+            averaging is not None and averaging.stopped
+        ):  # a later prepare() has wrapped its parameters
+            return
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             self.optimizer.synchronize()
             self.averaged = True

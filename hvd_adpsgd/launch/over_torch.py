@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -57,6 +58,11 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
                 functools.partial(super_learner_group, world),
             )
     except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise LaunchError(
+                f"init(): learner {world.rank} cannot connect to its super learner: {error}. Raise the limit "
+                "of open files (ulimit -n)."
+            ) from error
         raise LaunchError(
             f"init(): the learners of super learner {world.super_rank} do not connect to learner "
             f"{world.groups[world.super_rank][0]} at {address} in {seconds:g} s: {error}. Name the network "

@@ -219,6 +219,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     mine = wrapped._averaging = Averaging(world, spec, new_number(world))
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
+    if hasattr(wrapped, "_starting_models"):  # Adasum: parameters hold differences until step()
+        mine.first_models.skip()
     if world.inner_size > 1 and not spec.averages_gradients:
         watch_peers(mine.super_learner)
     if mine.rule.in_update:

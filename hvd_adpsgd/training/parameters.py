@@ -240,6 +240,8 @@ def _require_own_memory(*named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Whether elements of the tensor share memory with each other, as elements of an expanded tensor do."""
+    if tensor.layout != torch.strided:
+        return False
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

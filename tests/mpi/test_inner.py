@@ -78,6 +78,11 @@ def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
         group, buffer = plain.param_groups[0], plain.state[p]["momentum_buffer"]
         hvd.broadcast_optimizer_state(plain, root_rank=0)
         kept = plain.param_groups[0] is group and plain.state[p]["momentum_buffer"] is buffer
+        try:
+            hvd.SyncBatchNorm(4)(torch.randn(8, 4))
+            norm = "of this learner alone"
+        except ValueError as error:
+            norm = str(error)
         own, refused = hvd.ProcessSet([0]), []
         for act in (
             lambda: hvd.allreduce(torch.ones(2), process_set=own),
@@ -94,12 +99,13 @@ def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
                 refused.append("nothing raised")
             except MissingRequirementError as error:
                 refused.append("process_set" in str(error) and "HVD_ADPSGD_INNER=horovod" in str(error))
-        say(rank=hvd.rank(), kept=kept, rate=group["lr"], buffer=buffer.tolist(), refused=refused)
+        say(rank=hvd.rank(), kept=kept, rate=group["lr"], buffer=buffer.tolist(), refused=refused, norm=norm)
     """
     result = run_learners(2, program, env={**INNER, "HOROVOD_TIMELINE": "/nowhere"}).checked()
     for facts in result.by_rank():
         assert facts["kept"] and facts["rate"] == 0.25 and facts["buffer"] == [1.0] * 3, facts
         assert facts["refused"] == [True] * 8, facts
+        assert "to be on GPU" in facts["norm"], "SyncBatchNorm did not synchronize, or did so here"
     assert result.stderr.count("HOROVOD_TIMELINE is set") == 1, result.report()
 
 

@@ -266,6 +266,8 @@ class Negotiation:
         if self._undone or self._over is not None:
             return
         decided = self._order.decide()
+        for each in decided:
+            self._told.pop(each.request.name, None)
         if decided:
             self._send(["run", decided])
             self._start(decided)

@@ -12,7 +12,17 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, over torch's process group of the super learner; for GPUs, as Horovod's is."""
+    """torch's SyncBatchNorm, over torch's process group of the super learner; for GPUs, as Horovod's is.
+
+    Raises:
+        ValueError: in a forward pass that would synchronize, for an input that is not on a GPU.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize over the batches of the super learner."""
+        if self.training and world.size() > 1:
+            _ = self.process_group  # before torch asks whether torch.distributed is initialized
+        return super().forward(input)
 
     @property
     def process_group(self) -> Any:

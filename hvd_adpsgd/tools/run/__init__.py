@@ -1,8 +1,8 @@
 """Starts a job on one or several hosts, by ssh, without MPI: a learner that fails ends no other learner.
 
 The exit status is 0 if every learner ended with status 0, left after SIGTERM, or was replaced; 75 if
-learners failed and others trained to the end; 128 + n if signal n ended this command. Otherwise it is the
-status of the first learner that failed, 128 + n if signal n killed it.
+learners failed and others trained to the end, or if all left; 128 + n if signal n ended this command.
+Otherwise it is the status of the first learner that failed, 128 + n if signal n killed it.
 """
 
 from __future__ import annotations

@@ -297,9 +297,10 @@ def _irreducible(tensor: torch.Tensor) -> AdpsgdError:
             f"allreduce of a {tensor.layout} tensor works in one super learner only. Reduce `.to_dense()`, "
             "or pass process_set=hvd.super_learner."
         )
+    cure = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.to(torch.int32)"
     return ConfigError(
-        f"allreduce of a tensor of {tensor.dtype}: allowed are integers and floating-point "
-        "numbers. Convert it (`.to(torch.int32)`)."
+        f"allreduce of a tensor of {tensor.dtype}: allowed are integers and floating-point numbers. Convert "
+        f"it: `{cure}`."
     )
 
 
