@@ -148,6 +148,7 @@ def _end(averaging: Averaging, told: list[_Made]) -> None:
     sets = [its.sets for its in told]
     root = sets.index(max(sets))
     averaging.super_learner.mates.returns(sets[root])
+    averaging.first_models.skip()  # all get the model of one learner; some may not have made a step
     if min(sets) == sets[root]:
         return
     averaging.step = told[root].step
