@@ -108,16 +108,16 @@ def admit(
     world = worlds.current()
     _remember(world)
     joins = world.collectives.joining
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    order_as(optimizers)
     if not (blocking or joins or waits_anyway()):
         if world.is_plain:
             return state
         _trust_joined(world)
-        _offer_alone(world, patience_s)
+        _offer_alone(world, optimizers, patience_s)
         if not meets(world, DOING, _again, _known, _elsewhere):
             return state
     reshard(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    order_as(optimizers)
     if joins:
         with held(world, DOING, known=optimizers):
             state = arrive(world, model, optimizers)
@@ -137,7 +137,7 @@ def admit(
     ):
         packed, problem = _packed(state)
         stay = set() if blocking else world.collectives.finished()
-        chosen = _survey(world, patience_s, problem, stay)
+        chosen = _survey(world, optimizers, patience_s, problem, stay)
         if chosen is not None:
             _admit(world, chosen, model, optimizers, averagings, packed)
     have_met(worlds.current())
@@ -208,13 +208,20 @@ def _packed(state: Any) -> tuple[bytes, str]:
         return b"", f"{type(error).__name__}: {error}"
 
 
-def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _Coming | None:
+def _survey(
+    world: World,
+    optimizers: list[torch.optim.Optimizer],
+    patience_s: float,
+    problem: str,
+    stay: set[int],
+) -> _Coming | None:
     """Start missing super learners, give numbers to requesting ones; return a ready one, None without one.
 
     All learners call it together and return the same one.
 
     Args:
         world: the World of this learner.
+        optimizers: all that admit is given.
         patience_s: see admit.
         problem: why the state of this learner cannot be pickled; "" if it can.
         stay: ranks of learners that are not replaced, as known to this learner.
@@ -245,8 +252,8 @@ def _survey(world: World, patience_s: float, problem: str, stay: set[int]) -> _C
         for one in coming
         if one.number is not None and one.state in ("starting", "ready")
     }
-    _start_one(here, world, awaited, patience_s, stay)
-    given = _give_number(world, mine, coming, set(awaited), patience_s)
+    _start_one(here, world, optimizers, awaited, patience_s, stay)
+    given = _give_number(world, optimizers, mine, coming, set(awaited), patience_s)
     _elsewhere.clear()
     _elsewhere.update((i, rank) for i, rank in (awaited | given).items() if rank != world.rank)
     ready = [one for one in coming if one.state == "ready"]
@@ -293,7 +300,12 @@ def _require_whole(world: World) -> None:
 
 
 def _start_one(
-    here: JoinServer, world: World, awaited: dict[int, int], patience_s: float, stay: set[int]
+    here: JoinServer,
+    world: World,
+    optimizers: list[torch.optim.Optimizer],
+    awaited: dict[int, int],
+    patience_s: float,
+    stay: set[int],
 ) -> None:
     """Start one replacement of a lost super learner, if the plan assigns one to this learner."""
     global _again
@@ -320,7 +332,7 @@ def _start_one(
         if number not in plan:
             _say_once(
                 world,
-                f"super learner {number} is not replaced: its host is lost, and no other one has slots for "
+                f"super learner {number} is not replaced: no host of a running super learner has slots for "
                 f"{len(world.groups[number])} more learners (HVD_ADPSGD_SPARE_SLOTS="
                 f"{world.config.spare_slots}).",
             )
@@ -330,7 +342,7 @@ def _start_one(
     for number, rank in plan.items():
         if rank == world.rank and _failures.get(number, 0) < ATTEMPTS:
             log.warning("super learner %d is gone; starting another one in its place.", number)
-            here.start(world, number, terms(), patience_s)
+            here.start(world, number, terms(optimizers), patience_s)
             return
 
 
@@ -343,6 +355,7 @@ def _say_once(world: World, line: str) -> None:
 
 def _give_number(
     world: World,
+    optimizers: list[torch.optim.Optimizer],
     mine: list[JoiningSuperLearner],
     coming: list[_Coming],
     awaited: set[int],
@@ -362,7 +375,7 @@ def _give_number(
         if number is not None and number not in awaited:
             if one.rank == world.rank:
                 candidate = next(n for n in mine if n.number is None and n.request == one.request)
-                _offer(world, candidate, number, patience_s)
+                _offer(world, optimizers, candidate, number, patience_s)
             return {number: one.rank}
     return {}
 
@@ -396,15 +409,21 @@ def _number_of(world: World, request: JoinRequest, gone: Collection[int]) -> int
     return request.instead_of if request.instead_of in gone else None
 
 
-def _offer(world: World, candidate: JoiningSuperLearner, number: int, patience_s: float) -> None:
+def _offer(
+    world: World,
+    optimizers: list[torch.optim.Optimizer],
+    candidate: JoiningSuperLearner,
+    number: int,
+    patience_s: float,
+) -> None:
     """Offer a super_rank to a requesting super learner."""
     ends = time.monotonic() + patience_s
     offer = JoinOffer.of(world, number, candidate.request, world.rank)
-    candidate.expect(offer, terms(), ends)
+    candidate.expect(offer, terms(optimizers), ends)
     candidate.send_offer()
 
 
-def _offer_alone(world: World, patience_s: float) -> None:
+def _offer_alone(world: World, optimizers: list[torch.optim.Optimizer], patience_s: float) -> None:
     """Give a requesting super learner its super_rank without a meeting, on the first living learner.
 
     Two learners may both take themselves for the first one, and offer the same super_rank: the second of
@@ -423,7 +442,7 @@ def _offer_alone(world: World, patience_s: float) -> None:
         owner = -1 if number is None else _elsewhere.get(number)
         taken = owner == -1 or owner in living or number in [other.number for other in mine]
         if number is not None and not taken:
-            _offer(world, one, number, patience_s)
+            _offer(world, optimizers, one, number, patience_s)
             return
 
 

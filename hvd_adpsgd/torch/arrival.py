@@ -29,7 +29,7 @@ def arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Op
     candidate = joining.this_learner()
     for averaging in live():
         averaging.engines.make_memory_ahead()
-    candidate.tell(terms())
+    candidate.tell(terms(optimizers))
     joiner, prepared = Joiner(), None
     while prepared is None:
         offer, ranks, senders = candidate.ready(world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import io
 import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +21,14 @@ from hvd_adpsgd.training.sharded import is_sharded
 __all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
 
 
-def terms() -> list[str]:
-    """Return the settings that joining and surviving learners must have in common, each as a phrase."""
-    return [term for averaging in live() for term in _terms_of(averaging)]
+def terms(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Return the settings that joining and surviving learners must have in common, each as a phrase.
+
+    Args:
+        optimizers: those that hvd.admit is given, whose states `JoinState` holds.
+    """
+    settings = [term for averaging in live() for term in _terms_of(averaging)]
+    return [f"{len(optimizers)} optimizer(s) given to hvd.admit", *settings]
 
 
 def _terms_of(averaging: Averaging) -> list[str]:
@@ -38,9 +44,23 @@ def _terms_of(averaging: Averaging) -> list[str]:
         f"with {averaging.spec.strategy.spec()}",
         shards,
         *(f"with {argument}" for argument in averaging.spec.arguments),
+        *_layout(averaging),
         *described(averaging.spec.named),
         *(str(spec) for specs in added for spec in specs),
     ]
+
+
+def _layout(averaging: Averaging) -> Iterator[str]:
+    """Yield the place of each parameter in the optimizer's param_groups: states are loaded by place."""
+    known = averaging.tensors.parameters
+    pairs = (*zip(known.names, known.given, strict=True), *averaging.spec.trained)
+    names = {id(tensor): name for name, tensor in pairs}
+    optimizer = averaging.optimizer()
+    for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for j, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter), "a frozen one")
+            yield f"{name} as parameter {j} of param_group {i}"
+        yield f"{len(group['params'])} parameters in param_group {i}"
 
 
 def shares(model: torch.nn.Module, givers: int) -> list[list[int]]:

@@ -301,13 +301,18 @@ def test_another_model_is_not_let_in(launches: Launches) -> None:
 
 
 @pytest.mark.extended
-def test_a_newcomer_has_the_parameter_groups_of_the_job(launches: Launches) -> None:
-    """One that lacks a group is not let in; one that has added it before it joins is."""
-    told = launches.start_job(2, "srun", "--adds", of=1)
+@pytest.mark.parametrize(
+    ("kind", "difference"), [("--adds", "allreduce.added"), ("--frozen", "param_group 0")]
+)
+def test_a_newcomer_has_the_parameter_groups_of_the_job(
+    launches: Launches, kind: str, difference: str
+) -> None:
+    """One that lacks parameters is not let in; one that has added them before it joins is."""
+    told = launches.start_job(2, "srun", kind, of=1)
     launches.start(1, None, told, "--size", 2)
     assert launches.started[1].wait(TIMEOUT_S) != 0
-    assert "was not let in" in launches.errors(1) and "allreduce.added" in launches.errors(1)
-    launches.start(1, None, told, "--size", 2, "--adds")
+    assert "was not let in" in launches.errors(1) and difference in launches.errors(1)
+    launches.start(1, None, told, "--size", 2, kind)
     require_grown(launches.facts(passed_over=1), [2], 2)
 
 

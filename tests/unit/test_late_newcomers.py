@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import LaunchError
 from hvd_adpsgd.joining import joining
-from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinRequest, JoinServer
+from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinRequest, JoinServer, _difference
 from hvd_adpsgd.joining.reconnect import RECONNECT_S
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS
 from hvd_adpsgd.torch import admission
+from hvd_adpsgd.training import join_state
+from hvd_adpsgd.training.parameters import Parameters
 
 
 @pytest.mark.parametrize(
@@ -76,11 +80,11 @@ def test_one_more_than_a_job_can_have_is_refused(
         ),
     )
     if alone:
-        admission._offer_alone(world, 1.0)
+        admission._offer_alone(world, [], 1.0)
     else:
         asks = [admission._Coming(None, "requesting", one.request, 0)]
-        assert admission._give_number(world, [], asks, set(), 1.0) == {}, "on another learner"
-        assert admission._give_number(world, [one], asks, set(), 1.0) == {}
+        assert admission._give_number(world, [], [], asks, set(), 1.0) == {}, "on another learner"
+        assert admission._give_number(world, [], [one], asks, set(), 1.0) == {}
     error, closed = hears.sent
     assert closed == "closed" and isinstance(error, LaunchError)
     assert "had 2 super learners, the most is 2" in str(error)
@@ -111,3 +115,36 @@ def test_a_joining_super_learner_waits_as_long_as_members_may_vote() -> None:
     )
     assert one.verdict(cast(Any, world)) is True
     assert patience[0] > RECONNECT_S + 300.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "difference"),
+    [
+        ((4,), 1, ""),
+        ((2, 2), 1, "it averages 2 parameters in param_group 0, the others 2 as parameter 2 of par"),
+        ((4, 0), 1, "it averages 0 parameters in param_group 1, the others 0 float32[1]"),
+        ((4,), 2, "it averages 2 optimizer(s) given to hvd.admit, the others 1 optimizer(s)"),
+    ],
+)  # fmt: skip
+def test_states_that_would_not_load_are_told_before_a_join(
+    sizes: tuple[int, ...], given: int, difference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's state goes by the place of each parameter in its param_groups, frozen ones too."""
+    tensors = [torch.nn.Parameter(torch.zeros(1), requires_grad=i < 3) for i in range(4)]
+
+    def terms(sizes: tuple[int, ...], given: int) -> list[str]:
+        left = iter(tensors)
+        groups: Any = [{"params": list(itertools.islice(left, n))} for n in sizes]
+        named = [(str(i), t) for i, t in enumerate(tensors) if t.requires_grad]
+        strategy = SimpleNamespace(spec=lambda: "random_pairs")
+        spec = SimpleNamespace(strategy=strategy, arguments=[], trained=named, named=named)
+        averaging = SimpleNamespace(
+            spec=spec,
+            tensors=SimpleNamespace(specs=[[]], shards=1, parameters=Parameters()),
+            optimizer=lambda: SimpleNamespace(param_groups=groups),
+        )
+        monkeypatch.setattr(join_state, "live", lambda: [averaging])
+        return join_state.terms([cast(Any, None)] * given)
+
+    found = _difference(terms(sizes, given), terms((4,), 1))
+    assert found.startswith(difference) and bool(found) is bool(difference)

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--adds", action="store_true", help="a parameter group, before the first step"
     )
+    parser.add_argument("--frozen", action="store_true", help="one more parameter, not trained")
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     args = parser.parse_args()
     admission.RECONNECT_S = arrival.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
@@ -121,6 +122,8 @@ def main() -> None:
     model = torch.nn.Linear(args.inputs, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.fill_(hvd.super_rank() + 1.0)
+    if args.frozen:
+        model.frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01)
         if args.adamw
