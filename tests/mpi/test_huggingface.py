@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.launcher import Result, run_learners
 
@@ -82,6 +84,25 @@ def check_local_sgd(learners: list[dict]) -> None:
         assert facts["accuracy_of_mean"] == learners[0]["accuracy_of_mean"] > 0.5
         assert facts["kept"] > 0.0 and facts["unchanged"]
         assert "accelerator=object" in facts["refused"]
+
+
+def test_backward_leaves_out_an_optimizer_whose_parameters_were_wrapped_anew() -> None:
+    """A second prepare() of the same model; Accelerate keeps the optimizer of the first."""
+    from hvd_adpsgd.integrations.accelerate import _Optimizer
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    calls: list[str] = []
+    for stopped in ("another optimizer was wrapped around its parameters", ""):
+        one = _Optimizer.__new__(_Optimizer)
+        one.optimizer = SimpleNamespace(
+            param_groups=[{"params": [parameter]}],
+            synchronize=lambda stopped=stopped: calls.append(stopped),
+            _averaging=SimpleNamespace(stopped=stopped),
+        )
+        one.average()
+        assert one.averaged is not bool(stopped)
+    assert calls == [""]
 
 
 def test_the_context_has_the_shape_of_local_sgd() -> None:

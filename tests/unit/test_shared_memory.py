@@ -1,12 +1,13 @@
 """Shared memory of a super learner, where one process stands for all."""
 
+import errno
 import os
 
 import numpy as np
 import pytest
 
 from hvd_adpsgd.engine import shared_memory
-from hvd_adpsgd.errors import PeerFailedError
+from hvd_adpsgd.errors import PeerFailedError, TransportError
 from tests.holdings import holdings
 from tests.shown import TwoLearners
 
@@ -69,6 +70,15 @@ def test_memory_of_somebody_else_is_not_mapped(what, monkeypatch, tmp_path):
     with pytest.raises(OSError, match="another|No such file"):
         shared_memory._map(file, 4096)
     assert shared_memory.try_map(file, 4096) is None
+
+
+def test_a_host_that_cannot_be_identified_is_told_with_its_cure(monkeypatch):
+    def refused(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(shared_memory, "open", refused, raising=False)
+    with pytest.raises(TransportError, match=r"Too many open files.*ulimit -n"):
+        shared_memory.host_name()
 
 
 @pytest.mark.parametrize("touch", [True, False])

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
+from hvd_adpsgd.training.model_average import _restore
 from hvd_adpsgd.training.parameters import Parameters
 from hvd_adpsgd.training.sharded import require_whole_shards
 from hvd_adpsgd.training.supported import (
@@ -195,6 +196,14 @@ def test_an_expanded_parameter_is_refused() -> None:
     one = torch.nn.Parameter(torch.ones(1).expand(5))
     with pytest.raises(ModelMismatchError, match="tensor 'one' is expanded"):
         Parameters().add([("one", one)])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_buffers_in_csr_layout_are_put_back_after_a_mean() -> None:
+    """They have no strides to ask for."""
+    buffer, values = ((n * torch.eye(3)).to_sparse_csr() for n in (1, 7))
+    _restore(buffer, buffer.data, values)
+    assert torch.equal(buffer.to_dense(), 7 * torch.eye(3))
 
 
 def test_parameters_on_other_devices_are_refused() -> None:
