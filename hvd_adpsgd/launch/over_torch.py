@@ -50,7 +50,7 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
         with closed_in_children():
             its = over_torch.World(
                 world.inner_rank,
-                world.inner_size,
+                world.groups[world.super_rank],
                 address,
                 functools.partial(allgather_object, world.inner),
                 seconds,

@@ -172,10 +172,10 @@ def common(world: World, doing: str, tensors: list[str]) -> list[str]:
 
 def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.Tensor]]) -> None:
     """Raise ModelMismatchError on every learner of the super learner if tensors differ between two."""
-    told = allgather_object(world.inner, described(named))
+    told, ranks = allgather_object(world.inner, described(named)), world.groups[world.super_rank]
     for inner_rank, other in enumerate(told):
         if other != told[0]:
-            who, first = f"inner learner {inner_rank}", "inner learner 0"
+            first, who = (f"learner {ranks[i]}" for i in (0, inner_rank))
             raise ModelMismatchError(f"{doing}: " + _difference(told[0], other, who, first))
 
 

@@ -9,13 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hvd_adpsgd import PROTOCOL, __version__
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import LaunchError, ModelMismatchError, WorldError
 from hvd_adpsgd.launch import bootstrap
-from hvd_adpsgd.training.consistency import require_same, unanimous
+from hvd_adpsgd.training import consistency
+from hvd_adpsgd.training.consistency import described, require_same, require_same_inside, unanimous
 from hvd_adpsgd.training.engines import _with_chunks_for
 
 
@@ -85,6 +87,17 @@ def test_a_difference_is_named_alike_on_all(other: list[str], told: str) -> None
     assert (
         max(meeting.sent[2], meeting.sent[6]) < 100
     )  # neither the first, nor the first that differs
+
+
+def test_a_difference_inside_a_super_learner_names_ranks_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = ([("w", torch.zeros(n))] for n in (2, 3))
+    told = [described(one), described(other)]
+    monkeypatch.setattr(consistency, "allgather_object", lambda *_: told)
+    world: Any = SimpleNamespace(inner=None, super_rank=1, groups=((0, 1), (2, 3)))
+    with pytest.raises(ModelMismatchError, match="learner 2 has w .* learner 3 has w"):
+        require_same_inside(world, "add_param_group", one)
 
 
 def test_two_versions_refuse_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

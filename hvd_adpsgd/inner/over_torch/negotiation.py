@@ -9,7 +9,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adpsgd.inner.over_torch.link import Link
@@ -42,7 +42,7 @@ class Negotiation:
 
     Args:
         rank: this learner's rank in the super learner.
-        size: number of learners of the super learner.
+        names: ranks in the job of the learners of the super learner, for messages.
         links: connections, by rank: of learner 0 to all others, of every other learner to 0.
         transfers: runs the operations.
         interrupt: ends an operation that waits for a learner that has ended.
@@ -51,14 +51,15 @@ class Negotiation:
     def __init__(
         self,
         rank: int,
-        size: int,
+        names: Sequence[int],
         links: dict[int, Link],
         transfers: Transfers,
         interrupt: Callable[[], object],
     ):
         self._rank, self._links, self._transfers = rank, links, transfers
+        self._names = names
         self._interrupt = interrupt
-        self._order = Order(size)
+        self._order = Order(names)
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}  # by name, until they are decided; guarded by _lock
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -198,7 +199,9 @@ class Negotiation:
         elif word == "run":
             self._start([Decision(Request(*request), *more) for request, *more in rest[0]])
         elif word == "broken":
-            self._tell_failed(rank, f"an operation failed on learner {rank}: {rest[0]}")
+            self._tell_failed(
+                rank, f"an operation failed on learner {self._names[rank]}: {rest[0]}"
+            )
         elif word == "failed":
             self._end_without(*rest)
         elif word == "ended":
@@ -212,16 +215,16 @@ class Negotiation:
         if rank == self._rank:
             return HorovodInternalError("Horovod has been shut down.")
         return LearnerEndedError(
-            f"Horovod has been shut down by learner {rank} of the super learner: its script has ended or "
-            f"failed, or it called hvd.shutdown(), and learner {self._rank} waits for it in an operation. "
-            "Make the same number of steps on all learners of a super learner; or call hvd.join() after the "
-            "last step, if this library averages the gradients."
+            f"Horovod has been shut down by learner {self._names[rank]} of this super learner: its script "
+            f"has ended or failed, or it called hvd.shutdown(), and learner {self._names[self._rank]} waits "
+            "for it in an operation. Make the same number of steps on all learners of a super learner; or "
+            "call hvd.join() after the last step, if this library averages the gradients."
         )
 
     def _lost(self, rank: int) -> None:
         """Note that the connection with a learner has ended."""
         self._awaited.discard(rank)
-        self._tell_failed(rank, f"learner {rank} of the super learner has ended")
+        self._tell_failed(rank, f"learner {self._names[rank]} of this super learner has ended")
         if self._has_said:
             self._say_ended()
 
@@ -292,11 +295,11 @@ class Negotiation:
             if now - since > _STALL_S:
                 self._told[name] = float("inf")
                 log.warning(
-                    "operation %r has waited %g s for learners %s of the super learner, which have not "
+                    "operation %r has waited %g s for learners %s of this super learner, which have not "
                     "called it. Call it on all learners: look for a branch that only some take.",
                     name,
                     _STALL_S,
-                    waiting[name],
+                    [self._names[rank] for rank in waiting[name]],
                 )
 
     # ---- the thread that runs -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ join() counts as having announced every allreduce, with zeros. This module has n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Decision", "Order", "Request"]
@@ -48,10 +48,14 @@ class Decision(NamedTuple):
 
 
 class Order:
-    """The announced operations of `size` learners, in the order in which their announcements are complete."""
+    """The announced operations of learners, in the order in which their announcements are complete.
 
-    def __init__(self, size: int):
-        self._size = size
+    Args:
+        names: ranks in the job of the learners, by rank here, for messages.
+    """
+
+    def __init__(self, names: Sequence[int]):
+        self._size, self._names = len(names), names
         self._asked: dict[str, dict[int, Request]] = {}
         self._first: dict[
             str, int
@@ -104,14 +108,15 @@ class Order:
     def _refusal(self, first: Request, asked: dict[int, Request]) -> str:
         if self._joined and first.kind not in _OF_ZEROS:
             return (
-                f"{first.kind} {first.name!r} while learner {self._joined[0]} of the super learner is in "
-                "join(): only allreduce and barrier work then."
+                f"{first.kind} {first.name!r} while learner {self._names[self._joined[0]]} is in join(): "
+                "only allreduce and barrier work then."
             )
         for rank, other in asked.items():
             if (other.kind, other.same) != (first.kind, first.same):
                 return (
-                    f"{first.name!r} differs between the learners of the super learner: learner {min(asked)} "
-                    f"calls {_shown(first)}, learner {rank} calls {_shown(other)}."
+                    f"{first.name!r} differs between the learners of the super learner: learner "
+                    f"{self._names[min(asked)]} calls {_shown(first)}, learner {self._names[rank]} calls "
+                    f"{_shown(other)}."
                 )
         return ""
 

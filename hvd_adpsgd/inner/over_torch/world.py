@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ class World:
 
     Args:
         rank: this learner's rank in the super learner.
-        size: number of learners of the super learner.
+        names: ranks in the job of the learners of the super learner, for messages.
         address: address of this host that the other learners reach.
         gather: returns the values that all learners give, by rank.
         seconds: longest wait for the others here, and in an operation that all have begun.
@@ -34,13 +34,14 @@ class World:
     def __init__(
         self,
         rank: int,
-        size: int,
+        names: Sequence[int],
         address: str,
         gather: Callable[[Any], list[Any]],
         seconds: float,
         interrupt: Callable[[], object],
         group: Callable[[], dist.ProcessGroup],
     ):
+        size = len(names)
         self.rank, self.size, self.handles = rank, size, Handles()
         links = connect(rank, size, address, gather, seconds) if size > 1 else {}
         try:
@@ -50,7 +51,7 @@ class World:
             for link in links.values():
                 link.close()
             raise
-        self.negotiation = Negotiation(rank, size, links, self.transfers, interrupt)
+        self.negotiation = Negotiation(rank, names, links, self.transfers, interrupt)
         self.group = group
         self._counts: dict[str, int] = {}
         self._counting = threading.Lock()
