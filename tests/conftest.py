@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Against PYTHONDONTWRITEBYTECODE: each run would rewrite the asserts of all tests, 5 CPU s of a worker.
 sys.dont_write_bytecode = False
+
+# A shell without job control ignores SIGINT for what it starts in the background, and learners inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A failing example prints the line that reproduces it; no deadline, for the machine may be busy.
 # `make test` tries fewer examples of each property than `make test-all` does.
