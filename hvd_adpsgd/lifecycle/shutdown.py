@@ -1,6 +1,7 @@
 """How a learner's process exits: in bounded time, with any failure visible in the job's exit status.
 
-    all learners reach the shutdown barrier     MPI_Finalize, then the script's own status
+    all learners reach the shutdown barrier     MPI_Finalize, then the script's own status; in place of 0
+                                                FAILED_STATUS on the first of those that have failed
     some learners do not reach it               no MPI_Finalize, which would wait for them without
                                                 bound; the first surviving learner exits last, because
                                                 the launcher reports only the last status
@@ -244,20 +245,25 @@ class Teardown:
             left: returns the ranks of the learners that have said that they leave in order.
 
         Returns:
-            Whether all learners reached the barrier, and none has failed: then communicators can be freed and
+            Whether all learners reached the barrier, and none has ended: then communicators can be freed and
             MPI finalized.
         """
         barrier = self._barrier
-        failing = _meet(barrier, self.fails, ends)
-        self._membership.fail(failing or ())
+        membership, ranks = self._membership, set(barrier.ranks)
+        lacks = membership.own_failed or not ranks.issuperset(membership.failed_ranks())
+        told = _meet(barrier, (self.fails, lacks), ends)
+        membership.fail([rank for rank, (fails, _) in (told or {}).items() if fails])
         # the barrier may be complete on this learner, but not on a learner that has timed out and exited
-        clean = stopped and failing is not None and not barrier.ended()
+        clean = stopped and told is not None and not barrier.ended()
         exit_state.barrier, exit_state.ends = None if clean else barrier, ends
         self._done[self._mates.index(barrier.rank)] = 1
         if not clean:
             self._note_dead(left)
         exit_state.failed = self._membership.failed_ranks()
         exit_state.has_failures = bool(exit_state.failed) or not stopped
+        # one learner tells, as Open MPI's launcher ends the job at a second status that is not 0
+        tells = [rank for rank, (_, lacks) in (told or {}).items() if lacks]
+        exit_state.verdict = FAILED_STATUS if clean and tells[:1] == [barrier.rank] else 0
         if not clean:
             exit_state.has_failures = _any_failure(barrier, exit_state.has_failures, ends)
         return clean
@@ -321,27 +327,27 @@ class Teardown:
         free(self._barrier.comm)
 
 
-def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> set[int] | None:
-    """Wait for all learners at the shutdown barrier; return which learners exit because of a failure.
+def _meet(
+    barrier: ShutdownBarrier, mine: tuple[bool, bool], ends: float
+) -> dict[int, tuple[bool, bool]] | None:
+    """Wait for all learners at the shutdown barrier; return what each of them tells, by rank in the job.
 
     Args:
         barrier: the barrier of all learners.
-        fails: whether this learner exits because of a failure.
+        mine: whether this learner exits because of a failure, and whether the job has failed (see meet).
         ends: deadline, of time.monotonic.
 
     Returns:
-        The ranks in the job of these learners; None if a learner has failed or does not reach the barrier in
-        time. The result is equal on all learners that do not time out.
+        None if a learner has failed or does not reach the barrier in time. Equal on all learners that do not
+        time out.
     """
     try:
         with mpi_failures("shutdown"):
-            told = gather_once(barrier.messages, fails, ends)
+            told = gather_once(barrier.messages, mine, ends)
     except TransportError as error:
         log.info("shutdown() no longer waits for the other learners: %s", error)
         return None
-    if told is None:
-        return None
-    return {rank for rank, fails in zip(barrier.ranks, told, strict=True) if fails}
+    return None if told is None else dict(zip(barrier.ranks, told, strict=True))
 
 
 def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
@@ -508,6 +514,8 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
         if last and ulfm_enabled():
             _release_launcher()
         _end_without_finalize(last, last)
+    elif exit_state.verdict:
+        process_exit.end_without_finalize(True, exit_state.verdict)
     set_running(False)
 
 
@@ -536,6 +544,8 @@ def _leave_hub(hub: Hub) -> None:
     hub.close()
     if not is_clean:  # exit handlers that run later may wait for a thread that is left behind
         _end_without_finalize(True, last)
+    elif exit_state.verdict:
+        process_exit.end_without_finalize(True, exit_state.verdict)
 
 
 def _end_without_finalize(keeps_status: bool, last: bool) -> None:

@@ -307,6 +307,45 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
         assert record.getMessage().startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("failing", "raises"), [(set(), False), ({1}, False), ({1, 2}, False), (set(), True)]
+)
+def test_one_learner_tells_of_those_that_have_failed_and_come_to_the_end(
+    failing: set[int], raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scripts have caught the error, so that all end with status 0 by themselves.
+
+    A script that ends by an exception has a status of its own, unless it caught that, and called shutdown().
+    """
+    monkeypatch.setattr(shutdown, "script_fails", lambda: raises)
+    inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]] = [queue.SimpleQueue() for _ in range(3)]
+    monkeypatch.setattr(shutdown, "exit_state", threading.local())
+
+    def shut_down(rank: int) -> tuple[bool, int]:
+        membership = Membership([(0,), (1,), (2,)], ["a", "b", "c"], rank)
+        membership.fail(failing & {rank})
+        barrier = ShutdownBarrier(SharedNetwork(rank, inboxes), (0, 1, 2))
+        teardown = Teardown(barrier, membership, (rank,), np.zeros(1, dtype=np.uint8))
+        teardown.has_begun = True
+        clean = teardown.meet(True, time.monotonic() + 60, set)
+        return clean, shutdown.exit_state.verdict
+
+    with ThreadPoolExecutor(3) as learners:
+        ends = list(learners.map(shut_down, range(3)))
+    assert ends == [
+        (True, shutdown.FAILED_STATUS * (rank == min(failing, default=3))) for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("hub", ["None", "SimpleNamespace(close=lambda: None)"])
+@pytest.mark.parametrize(("end", "status"), [("pass", 75), ("sys.exit(3)", 3)])
+def test_the_verdict_is_the_status_in_place_of_0(hub: str, end: str, status: int) -> None:
+    at_end = f"shutdown.exit_state.barrier, shutdown.exit_state.hub = None, {hub}\n"
+    at_end += f"shutdown.exit_state.verdict = 75\n{end}"
+    said = subprocess.run([sys.executable, "-c", LAST + at_end], capture_output=True, text=True)
+    assert said.returncode == status, said.stderr
+
+
 def test_a_leave_that_arrives_after_the_decision_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
