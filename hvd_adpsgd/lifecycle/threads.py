@@ -16,11 +16,15 @@ def in_thread(name: str, act: Callable[[], T]) -> Future[T]:
     """Run `act` on a daemon thread of its own; return a Future of what it returns or raises."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
             future.set_result(act())
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            # else the future holds the error, and the error this frame, until the garbage collector runs: a
+            # store or a connection in the error's frames would stay open
+            del future
 
-    threading.Thread(target=run, daemon=True, name=name).start()
+    threading.Thread(target=run, args=(future,), daemon=True, name=name).start()
     return future

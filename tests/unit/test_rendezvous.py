@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import gc
 import json
 import pickle
 import socket
 import threading
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -244,6 +247,24 @@ def test_what_one_learner_lacks_is_an_error_on_all(
     with pytest.raises(LaunchError) as raised:
         bootstrap._require_fit([{"unresolved": ""}, answer])
     assert all(word in str(raised.value) for word in words)
+
+
+def test_a_failed_start_keeps_no_store_open() -> None:
+    """Until the garbage collector runs: a script that tries again would run out of descriptors."""
+    kept: list[weakref.ref[Any]] = []
+
+    def act() -> None:
+        store = Shelf()
+        kept.append(weakref.ref(store))
+        raise LaunchError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(LaunchError):
+            Deadline(60).bounded(act)
+        wait_for(lambda: kept[0]() is None, "the thread has ended")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("address", ["fd00::1", "[fd00::1]"])
