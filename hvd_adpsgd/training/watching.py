@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -208,7 +208,8 @@ class Watcher:
         self._ages: dict[
             int, float
         ] = {}  # seconds since the newest report of each peer was received
-        self._watched: weakref.ref[Averaging] | None = None
+        # returns the averaging that is reported on, None once it has stopped; None before the first one
+        self._watched: Callable[[], Averaging | None] | None = None
         # held by `look`, which the trainer's thread calls, too, when an optimizer's averaging stops
         self._lock = threading.Lock()
         # what log_to sends: reports by super_rank, own super_rank, living super learners
@@ -268,12 +269,17 @@ class Watcher:
             logger.error("monitoring of the run ends, training continues: %s", error, exc_info=True)
 
     def _look(self, world: World, stopping: Averaging | None) -> None:
-        averaging, last = stopping or next(iter(live()), None), stopping is not None
+        # also of an optimizer that was dropped, until its averaging stops: peers take silence for a hang
+        watched = self._watched() if self._watched is not None else None
+        found = live() or [one for one in live(also_stopping=True) if one is watched]
+        averaging, last = stopping or next(iter(found), None), stopping is not None
         if averaging is None and self._watched is not None:
             return  # the watched averaging has stopped, and was reported for the last time then
         if averaging is not None and (self._watched is None or self._watched() is not averaging):
             self._watched = weakref.ref(averaging)
             averaging.at_stop.append(functools.partial(self.look, averaging))
+        if last:  # its engine ends next: nothing may read it from now on
+            self._watched = lambda: None
         counters = averaging.engine.counters() if averaging is not None else None
         own = self._sampler.report(_sample(averaging, counters), time.time())
         known = {world.super_rank: own}
@@ -465,15 +471,16 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
         share=share_of(averaging),
         bits=bits_of(averaging),
         steps=sum(one.step for one in live()),
-        waits=usage.is_waiting() or any(map(_rests, live())),
+        waits=usage.is_waiting() or any(map(_rests, live() or [averaging])),
         scalars=_logged(),
     )
 
 
 def _rests(averaging: Averaging) -> bool:
-    """Whether a trainer makes no step because it waits for other learners, or has asked for a pause."""
+    """Whether a trainer makes no step as it waits for others, asked for a pause, or dropped the optimizer."""
     is_away = averaging.super_learner.mates.is_away  # in join(), while local peers make steps
-    return bool(averaging.pauses or averaging.holds_mean or averaging.waits_for_peers or is_away)
+    asked = averaging.pauses or averaging.holds_mean or averaging.stopped
+    return bool(asked or averaging.waits_for_peers or is_away)
 
 
 def _tables(counters: Mapping[str, Any] | None) -> dict[str, Any]:

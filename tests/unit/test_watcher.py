@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.training import watching
+from hvd_adpsgd.watching.alerts import Alerts
 from hvd_adpsgd.watching.board import Board
 from hvd_adpsgd.watching.record import Record, read
-from hvd_adpsgd.watching.reports import Report
+from hvd_adpsgd.watching.reports import Report, decode
+from hvd_adpsgd.watching.sampler import Sampler
 
 ALIVE, SUSPECT, LEFT, FAILED = PeerState.ALIVE, PeerState.SUSPECT, PeerState.LEFT, PeerState.FAILED
 
@@ -136,3 +141,37 @@ def test_a_tensor_without_values_is_refused() -> None:
 def test_a_long_value_is_cut_and_marked_as_cut() -> None:
     with pytest.raises(ConfigError, match=r"words w\.\.\. is no number"):
         watching.log(loss="words " * 100)
+
+
+def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its averaging goes on until the script's thread stops it: peers would count the time without a step."""
+    told: list[Report | None] = []
+    engine = SimpleNamespace(
+        counters=lambda: None,
+        tell=lambda text: told.append(decode(text)),
+        told=dict,
+        loop=None,
+        memory=SimpleNamespace(store=SimpleNamespace(left_out=lambda exchanges: ())),
+    )
+    dropped: Any = SimpleNamespace(
+        world=world(0, ALIVE, LEFT),
+        engine=engine,
+        record=SimpleNamespace(counters=SimpleNamespace(sums=defaultdict(float))),
+        plan=SimpleNamespace(in_step=None),
+        spec=SimpleNamespace(config=Config()),
+        super_learner=SimpleNamespace(mates=SimpleNamespace(is_away=False)),
+        stopped="the optimizer was dropped",
+        **dict.fromkeys(("step", "pauses", "holds_mean", "waits_for_peers", "nonfinite_steps"), 0),
+    )
+    now = dropped.world
+    made = watcher(now)
+    made._watched, made._sampler, made._dashboard = lambda: dropped, Sampler(2), None
+    made._board, made._alerts = None, Alerts(now.membership.names)
+    monkeypatch.setattr(watching, "live", lambda also_stopping=False: [dropped] * also_stopping)
+    monkeypatch.setattr(watching.time, "monotonic", itertools.count(step=100.0).__next__)
+    made._look(now, None)
+    made._look(now, None)
+    assert [report and report.idle_s for report in told] == [0.0, 0.0]
+    made._look(now, dropped)  # it stops, and its engine ends
+    made._look(now, None)
+    assert len(told) == 3
