@@ -87,7 +87,7 @@ class _Comparison:
             is_compared(step)
             and len(set(horovod.allgather_object(bits_of(gradients_of(optimizer))))) > 1
         ):
-            refuse_different(step, 0)
+            refuse_different(optimizer, step, 0)
 
 
 def _plain_close(self: Any) -> None:

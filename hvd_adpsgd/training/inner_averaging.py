@@ -30,6 +30,7 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import SuperLearner
+from hvd_adpsgd.training.supported import ddp_of
 
 __all__ = [
     "Reducible",
@@ -254,7 +255,7 @@ def _meet_for_step(self: Any) -> None:
     self._synchronized = False
     averaging.require_finite_shards()
     if compares and inner.replacements.differ(number):
-        refuse_different(averaging.step, averaging.world.super_rank)
+        refuse_different(self, averaging.step, averaging.world.super_rank)
 
 
 def is_compared(number: int) -> bool:
@@ -267,13 +268,20 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
-def refuse_different(step: int, super_rank: int) -> NoReturn:
+def refuse_different(optimizer: torch.optim.Optimizer, step: int, super_rank: int) -> NoReturn:
     """Raise GradientOrderError: the script averages gradients, and the learners have different ones."""
+    where = f"step {step}: the gradients differ between the learners of super learner {super_rank}"
+    if ddp_of({p for group in optimizer.param_groups for p in group["params"]}) is not None:
+        raise GradientOrderError(
+            f"{where}: DistributedDataParallel has not averaged all of them, as a parameter got none in this "
+            "backward pass, or it ran in no_sync(). Use all parameters in each forward pass, pass "
+            "find_unused_parameters=True, or leave no_sync() before the last backward pass. Nothing was "
+            "applied."
+        )
     raise GradientOrderError(
-        f"step {step}: the gradients differ between the learners of super learner {super_rank}: the script "
-        "does not average them (average_gradients=False). Average them before step(), put "
-        "DistributedDataParallel over hvd.super_learner_group() around the model, or leave the argument out. "
-        "Nothing was applied."
+        f"{where}: the script does not average them (average_gradients=False). Average them before step(), "
+        "put DistributedDataParallel over hvd.super_learner_group() around the model, or leave the argument "
+        "out. Nothing was applied."
     )
 
 

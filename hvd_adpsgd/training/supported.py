@@ -16,6 +16,7 @@ from hvd_adpsgd.training.devices import KINDS
 
 __all__ = [
     "averages_gradients",
+    "ddp_of",
     "require_fit",
     "require_models",
     "require_no_ddp",
@@ -132,10 +133,10 @@ def averages_gradients(
             one whose process group has ended, or one whose gradients the library is asked to average, too.
     """
     trained = set(_parameters(optimizer))
-    ddp = _ddp_of(trained)
+    ddp = ddp_of(trained)
     if ddp is not None and not is_known(ddp.process_group):
         gc.collect()  # the script may have dropped it
-        ddp = _ddp_of(trained)
+        ddp = ddp_of(trained)
     if ddp is None:
         return asked is not False
     if not is_known(ddp.process_group):
@@ -160,7 +161,7 @@ def averages_gradients(
 
 def require_no_ddp(trained: set[torch.Tensor]) -> None:
     """Raise ModelMismatchError if a tensor in `trained` is a parameter of a DistributedDataParallel model."""
-    if _ddp_of(trained) is not None:
+    if ddp_of(trained) is not None:
         raise ModelMismatchError(
             "DistributedDataParallel was put around the model after hvd.DistributedOptimizer, and both would "
             "average gradients. Leave it out, or put it around the model first, with "
@@ -168,7 +169,7 @@ def require_no_ddp(trained: set[torch.Tensor]) -> None:
         )
 
 
-def _ddp_of(trained: set[torch.Tensor]) -> Any:
+def ddp_of(trained: set[torch.Tensor]) -> Any:
     """Return the DistributedDataParallel model that has a parameter in `trained`; None if there is none.
 
     Looks through all objects of the process, if torch.distributed is initialized, or was by this library.

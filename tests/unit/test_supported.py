@@ -10,7 +10,8 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
+from hvd_adpsgd.errors import GradientOrderError, ModelMismatchError, UnsupportedOptimizerError
+from hvd_adpsgd.training.inner_averaging import refuse_different
 from hvd_adpsgd.training.model_average import _restore
 from hvd_adpsgd.training.parameters import Parameters
 from hvd_adpsgd.training.sharded import require_whole_shards
@@ -78,6 +79,18 @@ def test_ddp_averages_gradients_inside_a_super_learner_and_nowhere_else() -> Non
     assert averages_gradients(sgd(plain), None, outside)
     assert not averages_gradients(sgd(plain), False, outside)
     require_no_ddp(set(plain.parameters()))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_gradients_that_ddp_has_left_out_are_told_with_its_cure() -> None:
+    plain, model = linear(), linear()
+    ddp = DistributedDataParallel(model)
+    for optimizer, cure in (
+        (sgd(ddp), "find_unused_parameters=True"),
+        (sgd(plain), "average_grad"),
+    ):
+        with pytest.raises(GradientOrderError, match=cure):
+            refuse_different(optimizer, 7, 0)
 
 
 @pytest.mark.usefixtures("process_group")
