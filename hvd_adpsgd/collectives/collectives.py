@@ -45,7 +45,7 @@ _FLUSH_S = 1.0
 _LATE_S = 1.0
 # Number of polls of the network after a departure is sent, as MPI opens connections; seconds between two.
 _PUSHES, _PUSH_S = 20, 5e-3
-_TOGETHER_S = 1.0  # longest wait of a failing step for the decision of the operation that it ends
+_TOGETHER_S = 1.0  # longest wait for the decision of an operation that a failing step ends
 
 
 class Made(NamedTuple):
@@ -127,7 +127,7 @@ class Collectives:
         self._rank, self._size, self._membership = rank, size, membership
         self.lock = FifoLock()
         self._quorum = quorum
-        self._left = ""  # why this learner takes part in no more operations; "" while it takes part
+        self._left: AdpsgdError | None = None  # why this learner takes part in no more operations
         self._sharing = Sharing(None if shares else alone())
         self._preparing = threading.RLock()
         self._inside: int | None = None  # the thread that runs an operation now
@@ -199,7 +199,8 @@ class Collectives:
         Raises:
             CollectiveMismatchError: on all learners, if their calls differ.
             PeerFailedError: on all learners, if one has failed and `on_failure` is "raise".
-            LearnerFailedError: if the others have declared this learner failed, or after `leave`.
+            LearnerFailedError: if the others have declared this learner failed.
+            AdpsgdError: of the class of the error given to `leave`, after or during that.
             QuorumLostError: on all remaining learners, if they are too few for `quorum`.
             TransportError: on all learners, if MPI fails on one.
             Exception: what the operation raises on this learner; on the other learners an exception of that
@@ -217,6 +218,10 @@ class Collectives:
                 self._yields = call.yields
                 try:
                     return self._run(call, caller, operation)
+                except _WithdrawnError:
+                    self.messages.leave(time.monotonic() + _FLUSH_S, fails=True)
+                    self.require_part(call.kind)
+                    raise
                 finally:
                     self._inside = None
 
@@ -311,7 +316,13 @@ class Collectives:
             self._blocked.discard(threading.get_ident())
 
     def _tell_late(self) -> None:
-        """Notify the others, which may wait for this learner's step, that it waits in an operation."""
+        """Notify the others, which may wait for this learner's step, that it waits in an operation.
+
+        Raises:
+            _WithdrawnError: if another thread has called `leave`.
+        """
+        if self._left is not None and self._inside == threading.get_ident():
+            raise _WithdrawnError
         if not (self.steps or self._yields) or time.monotonic() < self._late:
             return
         counts = [count() for count in self.steps]
@@ -403,23 +414,29 @@ class Collectives:
 
     # ---- attempts -----------------------------------------------------------------------------
 
-    def leave(self, why: str) -> None:
-        """Make later operations on this learner raise LearnerFailedError, with the reason `why`.
+    def leave(self, why: AdpsgdError) -> None:
+        """Make later operations on this learner, and one that it waits in, raise an error like `why`.
 
-        The other learners continue without this one when its process ends.
+        The other learners continue without this one: at once if it waits in an operation, else when its
+        process ends. Callable on any thread.
         """
         self._left = why
 
+    def require_part(self, doing: str) -> None:
+        """Raise an error like that given to `leave`, if this learner has left."""
+        if self._left is not None:
+            raise type(self._left)(f"{doing}: {self._left}")
+
     def _run(self, call: Call, caller: Caller, operation: Callable[[Attempt], T]) -> T:
-        if self._left:
-            raise LearnerFailedError(f"{call.kind}: {self._left}")
+        self.require_part(call.kind)
         self._finish_interrupted()
         while True:
             self._require_quorum(call.kind)
             outcome = _Outcome[T]()
             number = self._attempt(call, caller, operation, outcome)
-            decision = self._decision(number)
-            assert decision is not None
+            decision = self._decision(number, outcome.ends)
+            if decision is None:
+                raise self._foreign(call.kind, number)
             has_fewer = self._continue_without(decision, call.kind)
             if decision.flag & COMPLETE == 0:
                 self._sharing.forget()
@@ -474,6 +491,9 @@ class Collectives:
         except AttemptAbandonedError as left:
             if not left.is_told:
                 attempt.abandon()
+            if left.reason and left.reason[0] == CollectiveMismatchError.__name__:
+                # whatever is decided, this learner raises; the others may come to the operation much later
+                outcome.ends = time.monotonic() + _TOGETHER_S
             return self.messages.vote(0 if left.reason else NO_ERROR)
         except Exception as error:
             if is_failure(error):
@@ -481,6 +501,8 @@ class Collectives:
                 attempt.abandon()
                 return self.messages.vote(NO_ERROR)
             outcome.error = self._named(call.kind, error)
+        except _WithdrawnError:
+            raise
         except BaseException as error:
             # raised by a signal: notify the other learners, and do not wait for the decision
             attempt.abandon(error)
@@ -507,7 +529,7 @@ class Collectives:
         return self.messages.vote(0)
 
     def _finish_interrupted(self, ends: float | None = None) -> None:
-        """Wait for the decision of an operation that a signal, or `_refuse`, ended early on this learner."""
+        """Wait for the decision of an operation that a signal or a failing step ended early here."""
         core = self.messages.agreement
         if core.voted:
             decision = self._decision(core.number, ends)
@@ -586,12 +608,19 @@ class Collectives:
         return self.gone() | {self._ranks[i] for i in failed_comm_ranks(self.comm)}
 
 
+class _WithdrawnError(BaseException):
+    """Another thread has found that this learner takes part in no more operations; never raised to users."""
+
+
 class _Outcome(Generic[T]):
     """The result, or the error, of one attempt at an operation on this learner."""
 
     def __init__(self) -> None:
         self.result: T | None = None
         self.error: Exception | None = None
+        self.ends: float | None = (
+            None  # until when this learner waits for the decision, of monotonic()
+        )
         self.gave_way = False
 
     def get(self) -> T:

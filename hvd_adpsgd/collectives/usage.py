@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["Caller", "calls", "counted", "end_step", "is_waiting", "on_behalf", "totals", "waiting"]
+__all__ = [
+    "Caller",
+    "calls",
+    "counted",
+    "end_step",
+    "is_waiting",
+    "module_of",
+    "on_behalf",
+    "totals",
+    "waiting",
+]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -65,7 +75,7 @@ def counted(operation: str) -> Iterator[Caller]:
         return
     frame, began = _outside(sys._getframe(1)), time.monotonic()
     caller = _caller(operation, frame)
-    by_framework = frame is not None and _module(frame).startswith(_FRAMEWORKS)
+    by_framework = frame is not None and module_of(frame).startswith(_FRAMEWORKS)
     _inside.caller = caller
     _waiting.add(threading.get_ident())
     try:
@@ -112,13 +122,14 @@ def is_waiting() -> bool:
     return bool(_waiting)
 
 
-def _module(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module of a frame."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame outside of the libraries: None in backward() on a thread of torch."""
-    while frame is not None and _module(frame).startswith(_LIBRARIES):
+    while frame is not None and module_of(frame).startswith(_LIBRARIES):
         frame = frame.f_back
     return frame
 

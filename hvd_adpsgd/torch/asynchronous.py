@@ -27,6 +27,7 @@ from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
 from hvd_adpsgd.torch.collectives.calls import require_tensors
 from hvd_adpsgd.torch.collectives.gathers import gather
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
+from hvd_adpsgd.torch.inside import told
 from hvd_adpsgd.training.devices import Stream, device_of
 
 __all__ = [
@@ -62,7 +63,7 @@ def synchronize(handle: Any) -> Any:
         CollectiveMismatchError, PeerFailedError, ...: the error of the operation.
     """
     if not isinstance(handle, Handle):
-        return horovod.synchronize(handle)
+        return told(horovod.synchronize)(handle)
     with waiting(handle.caller), handle.collectives.blocking():
         wait([handle])
     return handle.result()
@@ -149,7 +150,7 @@ def _allreduce(
     *arguments, process_set = how
     inner = inner_process_set(process_set, operation)
     if inner is not None:
-        return getattr(horovod, operation)(given, *arguments, inner)
+        return told(getattr(horovod, operation))(given, *arguments, inner)
     is_group = operation.startswith("grouped")
     require_tensors(operation, given if is_group else [given])
     reduced = reduction("grouped_allreduce" if is_group else "allreduce", *arguments)
@@ -162,7 +163,7 @@ def allgather_async(
     """See hvd.allgather; not differentiable. Returns a handle, whose result is the gathered tensor."""
     inner = inner_process_set(process_set, "allgather_async")
     if inner is not None:
-        return horovod.allgather_async(tensor, name, inner)
+        return told(horovod.allgather_async)(tensor, name, inner)
     require_tensors("allgather_async", [tensor])
     return _begin(
         "allgather_async", [tensor], lambda: gather("allgather", name, [tensor])[0].tensor
@@ -175,7 +176,7 @@ def grouped_allgather_async(
     """See hvd.grouped_allgather; not differentiable. Returns a handle, whose result is a list of tensors."""
     inner = inner_process_set(process_set, "grouped_allgather_async")
     if inner is not None:
-        return horovod.grouped_allgather_async(tensors, name, inner)
+        return told(horovod.grouped_allgather_async)(tensors, name, inner)
     require_tensors("grouped_allgather_async", tensors)
     return _begin(
         "grouped_allgather_async",
@@ -193,7 +194,7 @@ def broadcast_async(
     """See hvd.broadcast; not differentiable. Returns a handle, whose result is a new tensor."""
     inner = inner_process_set(process_set, "broadcast_async")
     if inner is not None:
-        return horovod.broadcast_async(tensor, root_rank or 0, name, inner)
+        return told(horovod.broadcast_async)(tensor, root_rank or 0, name, inner)
     require_tensors("broadcast_async", [tensor])
     output = tensor.detach().clone()
     return _begin("broadcast_async", [output], lambda: _broadcast(output, root_rank, name))
@@ -208,7 +209,7 @@ def broadcast_async_(
     """See hvd.broadcast_. Returns a handle, whose result is `tensor`."""
     inner = inner_process_set(process_set, "broadcast_async_")
     if inner is not None:
-        return horovod.broadcast_async_(tensor, root_rank or 0, name, inner)
+        return told(horovod.broadcast_async_)(tensor, root_rank or 0, name, inner)
     require_tensors("broadcast_async_", [tensor])
     return _begin("broadcast_async_", [tensor], lambda: _broadcast(tensor, root_rank, name))
 

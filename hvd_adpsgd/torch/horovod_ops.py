@@ -38,6 +38,7 @@ from hvd_adpsgd.inner.horovod import (
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.gloo import places_told
 from hvd_adpsgd.torch import basics
+from hvd_adpsgd.torch.inside import told
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,7 +65,7 @@ def inner_only(operation: F) -> F:
         if inner is None:
             raise _refusal(name, " Pass process_set=hvd.super_learner to stay inside one, or start")
         given.arguments["process_set"] = inner
-        return operation(*given.args, **given.kwargs)
+        return told(operation)(*given.args, **given.kwargs)
 
     if takes_set:
         checked.__signature__ = _with_our_default(signature)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from hvd_adpsgd.joining.candidates import join_server
 from hvd_adpsgd.joining.meetings import Meetings, Messages
 from hvd_adpsgd.joining.replacements import lost, starters
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.torch.inside import told
 from hvd_adpsgd.torch.membership import are_told
 from hvd_adpsgd.training.presence import live
 
@@ -142,7 +143,7 @@ def _as_leader(world: World, flag: bool) -> bool:
     with contextlib.ExitStack() as stack:
         for averaging in live()[:1]:
             stack.enter_context(averaging.super_learner.reducing())
-        told = horovod.broadcast(
+        leaders = told(horovod.broadcast)(
             torch.tensor([flag], dtype=torch.uint8, device="cpu"), 0, "hvd_adpsgd.admit"
         )
-    return bool(told.item())
+    return bool(leaders.item())

@@ -221,7 +221,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     mine.optimizer = weakref.ref(wrapped)
     if hasattr(wrapped, "_starting_models"):  # Adasum: parameters hold differences until step()
         mine.first_models.skip()
-    if world.inner_size > 1 and not spec.averages_gradients:
+    if world.inner_size > 1:
         watch_peers(mine.super_learner)
     if mine.rule.in_update:
         _hook_first(wrapped, mine)
@@ -345,6 +345,8 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
 
 
 def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+    if self._handles:
+        self._averaging.super_learner.require_whole()
     require_no_handles(self)
     self._gradients.release()
     self._parent.zero_grad(self, *args, **kwargs)

@@ -142,6 +142,10 @@ class Mates:
         fence()  # a mate that sees this also sees the sets before as submitted
         self._mine[_ASKED] = (self.sets << 32) + self._asked
 
+    def ahead(self) -> list[int]:
+        """Return the inner ranks that have begun an operation which this learner has not begun."""
+        return np.flatnonzero(self._elsewhere(())).tolist()
+
     def joins(self) -> None:
         """Record that this learner makes no more steps until all learners have called join()."""
         self._mine[_JOINED] = self.sets + 1

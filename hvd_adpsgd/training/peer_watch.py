@@ -1,4 +1,4 @@
-"""Ends a wait in torch.distributed for a local peer that cannot come.
+"""Ends a wait for a local peer that cannot come.
 
 Where DistributedDataParallel, fully_shard or the script averages gradients, torch waits for a local peer
 (another learner of the super learner) half an hour, and this library is not asked. But torch numbers the
@@ -10,6 +10,13 @@ will begin no further one before this learner does something else:
 
 Numbers alone do not tell: operations between two peers count, too, so learners may differ in them for good.
 So the thread that trains must also be in a call of torch that waits for peers.
+
+A peer in an operation over all learners says so by messages (`Collectives.require_step`). A peer in an
+operation inside the super learner cannot: its thread is in Horovod. So each watch looks where the thread that
+trains is, and writes that to a board in shared memory, for the others. They read on `Mates` whether they have
+begun that operation, too. So they end also the wait of this library for a peer's gradients.
+
+What one learner finds it writes to the board, too, for all learners of its super learner: each raises it.
 
 Weaknesses: a wait in `work.wait()` that the script calls itself is not noticed. A script that begins an
 operation of torch asynchronously, enters an operation over all learners seconds later, and on a local peer
@@ -23,29 +30,45 @@ import re
 import sys
 import threading
 import weakref
+from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from hvd_adpsgd.collectives.collectives import Made
+from hvd_adpsgd.collectives.usage import module_of as _module
+from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_counters
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.torch_group import begun_inside, interrupt_group
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.lifecycle.membership import Membership
+from hvd_adpsgd.lifecycle.shutdown import finishes_within
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
 
-__all__ = ["watch_peers"]
+__all__ = ["hear", "watch_peers"]
 
 log = logging.getLogger("hvd_adpsgd")
 
 _LOOK_S = 1.0  # between two looks; a wait is noticed at the second or third one
 # modules in which torch waits for peers; those that save may just write
 _WAITS = re.compile(r"/torch/(autograd|distributed(?!/checkpoint)|nn/parallel)/")
+_LONGEST_S = 5.0  # for Horovod to end
 _FOREVER = 2**62  # more operations than there are
 _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has this number
+# modules above the line of the script that is in an operation; of these, modules of Horovod
+_LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "threading", "contextlib")
+_INSIDE = ("horovod.", "hvd_adpsgd.inner.over_torch.")
+_OPERATIONS, _WRAPPERS = ("hvd_adpsgd.torch.", *_INSIDE), ("checked", "told")
+# columns of a learner's row of the board, and the bytes of its text, which is in the last columns
+_ENDED, _BEGUN, _FOUND, _TEXT = range(4)
+_TEXT_NBYTES = 1000
+_COLUMNS = _TEXT + _TEXT_NBYTES // 8
 
 _watches: weakref.WeakKeyDictionary[Membership, _PeerWatch] = weakref.WeakKeyDictionary()
 
@@ -59,29 +82,78 @@ def watch_peers(super_learner: SuperLearner) -> None:
     watch.steps_with(super_learner)
 
 
-class _PeerWatch:
-    """A thread that looks once a second whether this learner waits in torch for a peer that cannot come.
+def hear(world: World) -> None:
+    """Note what another learner of this super learner has found: later calls raise it."""
+    if (watch := _watches.get(world.membership)) is not None:
+        watch.hear()
 
-    Learners share a counter each: 0 until the learner enters shutdown(), then 1 + the number of operations
-    that it had begun.
+
+class _Board:
+    """What the watches of a super learner know of their learners, in shared memory: a row per learner.
+
+    Columns of a learner's row:
+
+        ended       0 until the learner enters shutdown(), then 1 + the number of operations it had begun
+        begun       number of operations of torch that it has begun, up to a second ago
+        found       1 once it has found that this super learner cannot go on
+        text        what it has found; before, the operation inside the super learner in which it is; or ""
     """
 
     def __init__(self, world: World):
-        self._world, self._me = world, world.inner_rank
-        self._ended = shared_counters(1, world.inner)[:, 0]
+        self._rows = shared_counters(_COLUMNS, world.inner)
+        self.mine = self._rows[world.inner_rank]
+
+    def column(self, column: int) -> list[int]:
+        """Return what all learners have in a column."""
+        found: list[int] = self._rows[:, column].tolist()
+        return found
+
+    def write(self, text: str) -> None:
+        """Write this learner's text."""
+        data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+        self.mine[_TEXT:] = np.frombuffer(data, np.int64)
+
+    def text(self, peer: int) -> str:
+        """Return a learner's text, which that one may just be writing."""
+        return self._rows[peer, _TEXT:].tobytes().rstrip(b"\0").decode(errors="replace")
+
+    def finds(self, text: str) -> None:
+        """Write what this learner has found, for good."""
+        self.write(text)
+        fence()
+        self.mine[_FOUND] = 1
+
+    def found(self) -> str | None:
+        """Return what a learner has found."""
+        finders = self.column(_FOUND)
+        fence()
+        return self.text(finders.index(1)) if any(finders) else None
+
+
+class _PeerWatch:
+    """A thread that looks once a second whether this learner waits for a peer that cannot come."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._board = _Board(world)
         self._names = begun_inside(world).keys()  # learners make later groups at different times
-        self._begun_before = _FOREVER
+        self._progress_before: tuple[int, int] | None = None
+        self._elsewhere_before: dict[int, str] = {}
         self._over = threading.Event()
         world.collectives.steps.append(self._made)
+        world.collectives.before.append(self._before_operation)
         world.teardown.at_shutdown(self._enter_shutdown)
         self._looks = threading.Thread(target=self._run, name="hvd_adpsgd.peers", daemon=True)
 
     def steps_with(self, super_learner: SuperLearner) -> None:
         """Note that the calling thread makes steps with an optimizer of this super learner."""
+        super_learner.find_cause = self.hear
         self._super_learner = weakref.ref(super_learner)
         self._thread = threading.get_ident()
         if not self._looks.is_alive() and not self._over.is_set():
             self._looks.start()
+
+    # ---- where this learner is ------------------------------------------------------------------
 
     def _begun(self) -> int:
         """Return how many operations this learner has begun; _FOREVER once it has destroyed a group."""
@@ -96,13 +168,31 @@ class _PeerWatch:
         where = "" if frame is None else frame.f_code.co_filename
         return _WAITS.search(where) is not None
 
+    def _calls(self) -> tuple[list[FrameType], str]:
+        """Return the calls of libraries that the thread that trains is in, and the script's line of them."""
+        frame, calls = sys._current_frames().get(self._thread), []
+        while frame is not None and _module(frame).startswith(_LIBRARIES):
+            calls.append(frame)
+            frame = frame.f_back
+        return calls, "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def _operation(self) -> str:
+        """Return the operation inside the super learner in which the thread that trains is, "" if in none."""
+        calls, line = self._calls()
+        if not any(_module(call).startswith(_INSIDE) for call in calls):
+            return ""
+        names = [call.f_code.co_name for call in calls if _module(call).startswith(_OPERATIONS)]
+        return f"{[name for name in names if name not in _WRAPPERS][-1]} at {line}"
+
+    def _position(self) -> tuple[str, Any]:
+        """Return where this learner's training is, for messages, and what its peers have made."""
+        its = self._super_learner()
+        return ("after training", None) if its is None else (f"step {its.step()}", its.mates)
+
     def _made(self) -> Made:
         return Made(_COUNTED, self._thread, self._begun())
 
-    def _enter_shutdown(self) -> None:
-        self._ended[self._me] = 1 + self._begun()
-        self._over.set()
-        self._looks.join(2 * _LOOK_S)
+    # ---- looks ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):
@@ -117,15 +207,38 @@ class _PeerWatch:
 
     def _look(self, world: World) -> None:
         """Raise LearnerFailedError or CollectiveMismatchError if this learner waits without end."""
-        begun, before = self._begun(), self._begun_before
-        self._begun_before = begun
-        if begun != before or begun == _FOREVER:  # this learner does not wait, or not for long
-            return
-        if not self._is_in_torch():
-            return
-        ended = self._ended.tolist()
-        ranks = world.groups[world.super_rank]
+        if (cause := self._found()) is not None:
+            raise cause
+        self._tell()
+        self._require_peers()
         where, mates = self._position()
+        awaiting = [a.super_learner.mates for a in live() if a.order.waits]
+        mates = awaiting[0] if awaiting else mates
+        begun = self._begun()
+        progress, before = (begun, 0 if mates is None else mates.sets), self._progress_before
+        self._progress_before = progress
+        elsewhere_before, self._elsewhere_before = self._elsewhere_before, {}
+        if progress != before:  # this learner does not wait, or not for long
+            return
+        late: list[int] = mates.late() if awaiting else []
+        if 0 < begun < _FOREVER and self._is_in_torch():
+            self._look_in_torch(world, begun, where, mates)
+            late = [i for i, its in enumerate(self._board.column(_BEGUN)) if its < begun]
+        self._elsewhere_before = self._elsewhere(late, mates)
+        for peer, operation in self._elsewhere_before.items():
+            if elsewhere_before.get(peer) == operation:
+                raise self._crossed(world, where, peer, operation)
+
+    def _tell(self) -> None:
+        """Write to the board where this learner is: what it has begun before, first."""
+        operation = self._operation()
+        self._board.mine[_BEGUN] = self._begun()
+        self._board.write(operation)
+
+    def _look_in_torch(self, world: World, begun: int, where: str, mates: Any) -> None:
+        """Raise if a peer with fewer operations has ended, or is in an operation over all learners."""
+        ended = self._board.column(_ENDED)
+        ranks = world.groups[world.super_rank]
         failed = {ranks[i] for i in failed_comm_ranks(world.inner) if not ended[i]}
         if failed:
             preemption.block_if_leaving()
@@ -138,22 +251,78 @@ class _PeerWatch:
             peers = [rank for rank in ranks if rank != world.rank]
             world.collectives.require_step(_COUNTED, begun - 1, peers)
         except CollectiveMismatchError as error:
-            world.membership.fail([world.rank])
-            world.collectives.leave(str(error))
             raise horovods(CollectiveMismatchError)(f"{where}: {error}") from None
 
-    def _position(self) -> tuple[str, Any]:
-        """Return where this learner's training is, for messages, and what its peers have made."""
-        its = self._super_learner()
-        return ("after training", None) if its is None else (f"step {its.step()}", its.mates)
+    def _elsewhere(self, late: list[int], mates: Any) -> dict[int, str]:
+        """Return the operation inside the super learner in which each of `late` waits alone, if it does."""
+        alone = set() if mates is None else set(mates.ahead()).intersection(late)
+        texts = {peer: self._board.text(peer) for peer in sorted(alone)}
+        return {peer: text for peer, text in texts.items() if text}
+
+    def _crossed(self, world: World, where: str, peer: int, operation: str) -> AdpsgdError:
+        return horovods(CollectiveMismatchError)(
+            f"{where}: an operation of a super learner and a step wait for each other: learner "
+            f"{world.groups[world.super_rank][peer]} is in {operation}, and learner {world.rank} waits for "
+            f"its gradients, at {self._calls()[1]}. Call the operation on all learners of the super learner, "
+            "after the same number of steps."
+        )
+
+    def _require_peers(self) -> None:
+        """Raise LearnerFailedError if a peer has failed that has begun fewer operations of torch.
+
+        torch's own error has ended the wait for them, maybe before a look. Called before each operation over
+        all learners, too: another super learner may come to that much later.
+        """
+        begun, ended = self._board.column(_BEGUN), self._board.column(_ENDED)
+        failed = [i for i in failed_comm_ranks(self._world.inner) if not ended[i]]
+        if any(begun[i] < self._begun() < _FOREVER for i in failed):
+            preemption.block_if_leaving()
+            ranks = self._world.groups[self._world.super_rank]
+            raise leaves(self._world, self._position()[0], {ranks[i] for i in failed})
+
+    def _before_operation(self) -> None:
+        if (cause := self.hear()) is not None:
+            raise cause
+        try:
+            self._require_peers()
+        except AdpsgdError as error:
+            raise self._break(error) from None
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _found(self) -> AdpsgdError | None:
+        text = self._board.found()
+        return None if text is None else horovods(CollectiveMismatchError)(text)
+
+    def hear(self) -> AdpsgdError | None:
+        """Return the error of later calls, if a learner has found one: all calls raise it from now on."""
+        cause = self._found()
+        return None if cause is None else self._break(cause)
+
+    def _break(self, error: AdpsgdError) -> AdpsgdError:
+        """Let what the script calls of this library raise `error`; return it."""
+        for averaging in live():
+            averaging.super_learner.broken = averaging.super_learner.broken or error
+        self._world.membership.fail([self._world.rank])
+        self._world.collectives.leave(error)
+        return error
 
     def _end(self, error: AdpsgdError) -> None:
-        """End the wait, with torch's error; what the script calls of this library raises `error` then."""
-        log.error(
-            "%s: %s torch.distributed's wait ends with an error of its own.",
-            type(error).__name__,
-            error,
-        )
-        for averaging in live():
-            averaging.super_learner.broken = error
+        """End the waits of this super learner's learners; what their scripts call next raises `error`."""
+        if self._is_in_torch():
+            log.error(
+                "%s: %s torch.distributed's wait ends with an error of its own.",
+                type(error).__name__,
+                error,
+            )
+        self._break(error)
+        if isinstance(error, CollectiveMismatchError):
+            self._board.finds(str(error))
         interrupt_group(self._world)
+        if horovod.mpi_enabled():  # Horovod over MPI has no connections that break
+            finishes_within(horovod.shutdown, _LONGEST_S)
+
+    def _enter_shutdown(self) -> None:
+        self._board.mine[_ENDED] = 1 + self._begun()
+        self._over.set()
+        self._looks.join(2 * _LOOK_S)

@@ -33,6 +33,7 @@ class StepOrder:
 
     Attributes:
         begun: number of the step whose round was begun last.
+        waits: whether this learner waits for gradients of the other learners of the super learner.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class StepOrder:
         retire: Callable[[str], None],
     ):
         self.begun = 0
+        self.waits = False
         self._number = number
         self._super_learner, self._in_step, self._retire = super_learner, in_step, retire
         self._thread = threading.get_ident()
@@ -73,11 +75,18 @@ class StepOrder:
             LearnerFailedError: if it has entered shutdown().
         """
         mates, look = self._super_learner.mates, time.monotonic() + _LATE_S
-        while (late := mates.late()) and not are_averaged():
-            if time.monotonic() > look:
-                self._require_mates(late)
-                look = time.monotonic() + _AGAIN_S
-            time.sleep(_PAUSE_S)
+        try:
+            while (late := mates.late()) and not are_averaged():
+                self.waits = True
+                if time.monotonic() > look:
+                    self._require_mates(late)
+                    look = time.monotonic() + _AGAIN_S
+                time.sleep(_PAUSE_S)
+        except ValueError:  # Horovod was shut down
+            self._super_learner.require_whole()
+            raise
+        finally:
+            self.waits = False
 
     def _require_mates(self, late: list[int]) -> None:
         """Raise CollectiveMismatchError if a learner in `late` (inner ranks) never submits its gradients."""
@@ -86,6 +95,7 @@ class StepOrder:
             self._super_learner.world,
             self._super_learner.step(),
         )
+        self._super_learner.require_whole()
         ranks = world.groups[world.super_rank]
         if ended := mates.have_ended(late):
             raise self._super_learner.ended_early(ended)
@@ -129,4 +139,4 @@ class StepOrder:
         """Let this learner make no more steps, and take part in no more operations over all learners."""
         self._super_learner.mates.closes()
         self._retire("a step and an operation waited for each other")
-        self._super_learner.world.collectives.leave(str(error))
+        self._super_learner.world.collectives.leave(error)

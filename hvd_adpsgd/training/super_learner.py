@@ -53,6 +53,7 @@ class SuperLearner:
         mates: how far the other learners are in gradients and operations.
         replacements: compares, between the learners, the gradients that the script set in place of averages.
         broken: the error that further steps raise, if another thread has found that none can be made.
+        find_cause: sets `broken` if another learner has found that this super learner cannot go on.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SuperLearner:
         self._look, self._failed = time.monotonic() + _LOOK_S, False
         self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
         self.broken: AdpsgdError | None = None
+        self.find_cause: Callable[[], object] = lambda: None
         with wrapping_failures(world, config.deadline_s):
             self.mates = Mates(world.inner, world.inner_rank)
             self.replacements = Replacements(world.inner, world.inner_rank)
@@ -72,10 +74,15 @@ class SuperLearner:
 
         Raises:
             LearnerFailedError: if a learner of this super learner has ended.
+            CollectiveMismatchError: if learners of this super learner wait for each other.
         """
         try:
             yield
+        except ValueError:  # Horovod was shut down
+            self.require_whole()
+            raise
         except HorovodInternalError as error:
+            self.require_whole()
             # on SIGTERM the mate ended first: block until this one ends, too
             preemption.block_if_leaving()
             ended = self.mates.have_closed(self.mates.late())
@@ -86,6 +93,12 @@ class SuperLearner:
             if not failed and not is_over:
                 raise
             raise self._broken(failed) from None
+
+    def require_whole(self) -> None:
+        """Raise the error for which this super learner cannot go on, if some learner has found one."""
+        self.find_cause()
+        if self.broken is not None:
+            raise self.broken
 
     def has_failed(self) -> bool:
         """Whether a learner of this super learner has ended; looks at most 20 times a second."""
@@ -245,8 +258,9 @@ def leaves_early(world: World, where: str, peer: int, after: str = "") -> Adpsgd
 def _leave(world: World, message: str) -> AdpsgdError:
     abort_group(world)  # else this process would wait for its GPU as it ends
     world.membership.fail([world.rank])
-    world.collectives.leave(message)
-    return horovods(LearnerFailedError)(message)
+    error = horovods(LearnerFailedError)(message)
+    world.collectives.leave(error)
+    return error
 
 
 def horovods(error: type[AdpsgdError]) -> type[AdpsgdError]:

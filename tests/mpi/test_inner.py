@@ -353,11 +353,60 @@ def test_torch_does_not_wait_for_a_local_peer_that_cannot_come(inner: str, kinds
         assert facts["join"].startswith(words), facts
     for facts in learners[1:]:
         assert facts["barrier"].startswith("CollectiveMismatchError: "), facts
+    elsewhere = {"ddp": "admit", "fsdp": "barrier"}[kinds.split()[-1]]
+    inside = (
+        f"learner 5 is in {elsewhere} at ",
+        "late_peers.py:",
+        "learner 4 waits for its gradients",
+    )
+    assert learners[5]["inside"].startswith("CollectiveMismatchError: "), learners[5]
     for place, kind, words in (
+        (4, "CollectiveMismatchError: step 3: ", inside),
+        (5, "CollectiveMismatchError: ", inside),
         (0, "CollectiveMismatchError: step 3: ", crossed),
         (2, "LearnerFailedError: step 3, learner 2: learner 3, of the same super learner, ", EARLY),
     ):
         assert learners[place]["next"].startswith(kind), learners[place]
         for word in words:
             assert word in learners[place]["next"], learners[place]
-        assert f"hvd_adpsgd: {kind}" in result.stderr, result.report()
+        assert place == 5 or f"hvd_adpsgd: {kind}" in result.stderr, result.report()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("inner", "launcher"), [("torch", "mpirun"), ("horovod", "mpirun"), ("horovod", "gloo")]
+)
+def test_a_local_peer_in_an_operation_in_place_of_a_step_of_this_library(
+    inner: str, launcher: str
+) -> None:
+    program = """
+        import torch
+        import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.errors import CollectiveMismatchError
+        hvd.init()
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        def elsewhere():
+            hvd.alltoall(torch.ones(2), process_set=hvd.super_learner)
+        step()
+        errors = []
+        for act in [elsewhere if hvd.rank() % 2 else step, step, elsewhere, hvd.barrier]:
+            try:
+                act()
+            except CollectiveMismatchError as error:
+                errors.append(str(error))
+        say(rank=hvd.rank(), errors=errors)
+    """
+    env = {"HVD_ADPSGD_INNER": inner, SIZE: "2"}
+    for facts in run_learners(4, program, env=env, launcher=launcher).by_rank():
+        first = facts["rank"] // 2 * 2
+        words = (
+            f"learner {first + 1} is in alltoall at ",
+            f"learner {first} waits for its gradients, at ",
+        )
+        assert len(facts["errors"]) == 4, facts
+        assert all(word in text for text in facts["errors"] for word in words), facts

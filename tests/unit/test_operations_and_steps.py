@@ -102,6 +102,29 @@ def test_what_peers_learn_of_an_operation_that_lasts(collectives, network, monke
     assert network.sent_on(WAITS) == expected and len(network.sent) == len(expected)
 
 
+def test_a_step_of_a_mate_ends_an_operation_without_the_decision_of_all(collectives, network):
+    """Learners that train on may come to the operation much later."""
+    network.arrives_pickled(1, ABANDON, ("CollectiveMismatchError", "learner 1 waits", 1))
+    with pytest.raises(CollectiveMismatchError, match="learner 1 waits"):
+        collectives.run("barrier", lambda attempt: attempt.barrier())
+    assert collectives.messages.agreement.voted
+
+
+def test_who_may_not_go_on_leaves_the_operation_that_it_waits_in(collectives, network):
+    """Another thread finds why; the others continue, as this learner counts as failed."""
+    reason = CollectiveMismatchError("no step ends")
+    network.look_for_failures = lambda: collectives.leave(reason)
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatchError, match="barrier: no step ends"):
+            collectives.run("barrier", lambda attempt: attempt.barrier())
+    left = [
+        (to, np.frombuffer(data, np.int32).tolist())
+        for to, on, data in network.sent
+        if on == LEAVES
+    ]
+    assert left == [(1, [1, ME]), (2, [1, ME])], "once"
+
+
 def test_who_leaves_is_known_before_the_next_operation(collectives, network):
     """Also of learners that one says it of, but not while a thread is in an operation, which notes it."""
     membership = collectives._membership

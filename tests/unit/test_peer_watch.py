@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adpsgd.errors import CollectiveMismatchError, LearnerFailedError
+from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, LearnerFailedError
 from hvd_adpsgd.training import peer_watch
-from hvd_adpsgd.training.peer_watch import _PeerWatch
+from hvd_adpsgd.training.peer_watch import _BEGUN, _COLUMNS, _ENDED, _Board, _PeerWatch
 from tests.launcher import wait_for
 
 CROSSED = CollectiveMismatchError("learner 5 is in barrier")
@@ -25,9 +25,12 @@ class Job:
         self.begun = {"default": 30}
         self.failed: set[int] = set()
         self.crosses = False
-        self.ended = np.zeros((2, 1), np.int64)
+        self.left: list[AdpsgdError] = []
+        self.rows = np.zeros((2, _COLUMNS), np.int64)
+        self.ended = self.rows[:, _ENDED]
+        self.rows[1, _BEGUN] = 30
         collectives: Any = SimpleNamespace(
-            steps=[], require_step=self.require_step, leave=lambda why: None
+            steps=[], before=[], require_step=self.require_step, leave=self.left.append
         )
         self.world: Any = SimpleNamespace(
             inner=None,
@@ -42,15 +45,30 @@ class Job:
         for name, value in {
             "begun_inside": lambda world: dict(self.begun),
             "failed_comm_ranks": lambda comm: self.failed,
-            "shared_counters": lambda *_: self.ended,
+            "shared_counters": lambda *_: self.rows,
+            "live": lambda: self.averagings,
+            "interrupt_group": lambda world: self.interrupted.append(world),
         }.items():
             monkeypatch.setattr(peer_watch, name, value)
         monkeypatch.setattr("hvd_adpsgd.training.super_learner.abort_group", lambda world: None)
         self.watch = _PeerWatch(self.world)
-        mates = SimpleNamespace(submitted_by=lambda peer: 9)
-        its = SimpleNamespace(step=lambda: 10, mates=mates)
-        self.watch._super_learner = lambda: its  # type: ignore[assignment]
+        self.mates = SimpleNamespace(
+            submitted_by=lambda peer: 9, sets=10, ahead=lambda: [1], late=lambda: [1]
+        )
+        self.its = SimpleNamespace(step=lambda: 10, mates=self.mates, broken=None)
+        self.order = SimpleNamespace(waits=False)
+        self.averagings = [SimpleNamespace(order=self.order, super_learner=self.its)]
+        self.interrupted: list[Any] = []
+        self.watch._super_learner = lambda: self.its  # type: ignore[assignment,return-value]
+        self.watch._thread = threading.get_ident()
         monkeypatch.setattr(self.watch, "_is_in_torch", lambda: True)
+
+    @property
+    def peer(self) -> _Board:
+        """The board as the other learner writes it."""
+        board = _Board(self.world)
+        board.mine = self.rows[1]
+        return board
 
     def require_step(self, of: Any, step: int, ranks: list[int]) -> None:
         assert (step, ranks) == (29, [5])
@@ -148,3 +166,106 @@ def test_groups_that_are_made_or_destroyed_later_are_not_compared(job: Job) -> N
     for _ in range(3):
         job.look()
     assert job.watch._begun() == peer_watch._FOREVER
+
+
+# ---- a peer in an operation inside the super learner -----------------------------------------------
+
+INSIDE = "allreduce at train.py:7"
+
+
+def waits_in_torch(job: Job) -> None:
+    job.rows[1, _BEGUN] = 29
+
+
+def waits_for_gradients(job: Job) -> None:
+    job.begun, job.order.waits = {}, True
+    job.watch._names = job.begun.keys()
+
+
+@pytest.mark.parametrize("waits", [waits_in_torch, waits_for_gradients])
+def test_a_peer_in_an_operation_that_this_learner_has_not_begun(job: Job, waits: Any) -> None:
+    waits(job)
+    job.peer.write(INSIDE)
+    job.look()
+    job.look()  # the peer may have left it just now
+    with pytest.raises(CollectiveMismatchError, match=f"learner 5 is in {INSIDE}, and learner 4 "):
+        job.look()
+
+
+def has_begun_it(job: Job) -> None:
+    job.mates.ahead = list
+
+
+def has_all_of_the_peer(job: Job) -> None:
+    job.rows[1, _BEGUN] = 30
+
+
+def makes_steps(job: Job) -> None:
+    job.mates.sets += 1
+
+
+def goes_on(job: Job) -> None:
+    job.peer.write(f"{job.peer.text(1)}0")
+
+
+@pytest.mark.parametrize("act", [has_begun_it, has_all_of_the_peer, makes_steps, goes_on])
+def test_a_peer_in_an_operation_is_waited_for(job: Job, act: Any) -> None:
+    waits_in_torch(job)
+    job.peer.write(INSIDE)
+    for _ in range(4):
+        act(job)
+        job.look()
+
+
+def test_what_one_learner_has_found_all_raise(job: Job) -> None:
+    """Also before their watches look: in their next call of this library, or when Horovod's wait ends."""
+    job.watch._end(CollectiveMismatchError("learner 5 is elsewhere"))
+    assert job.interrupted == [job.world] and str(job.left.pop()) == "learner 5 is elsewhere"
+    other = _PeerWatch(job.world)
+    other._super_learner = job.watch._super_learner
+    job.its.broken = None
+    for act in (other.hear, other._before_operation, lambda: other._look(job.world)):
+        with pytest.raises(CollectiveMismatchError, match="learner 5 is elsewhere"):
+            raise act() or AssertionError("nothing heard")
+    assert str(job.its.broken) == "learner 5 is elsewhere" and len(job.left) == 2
+
+
+@pytest.mark.parametrize("begun", [29, 30])
+def test_a_peer_that_failed_in_an_operation_of_torch_is_told_before_the_next_one(
+    job: Job, begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's error ends the wait before a look; a peer that made all of them leaves the operation whole."""
+    monkeypatch.setattr(job.watch, "_is_in_torch", lambda: False)
+    job.failed, job.rows[1, _BEGUN] = {1}, begun
+    for act in (job.watch._before_operation, job.look):
+        if begun == 30:
+            act()
+            continue
+        with pytest.raises(LearnerFailedError, match=r"step 10, .*learner 5 of it has failed"):
+            act()
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("horovod.torch.mpi_ops", "told at "),
+        ("hvd_adpsgd.inner.over_torch.operations", "told at "),
+        ("hvd_adpsgd.training.averaging", ""),
+        ("train", ""),
+    ],
+)
+def test_where_the_thread_that_trains_is_in_an_operation(job: Job, module: str, found: str) -> None:
+    lock = threading.Lock()
+    names: dict[str, Any] = {"lock": lock, "__name__": module}
+    exec("def told():\n with lock: pass\ndef alltoall(): told()", names)
+    with lock:
+        trainer = threading.Thread(target=lambda: names["alltoall"](), daemon=True)
+        trainer.start()
+        job.watch._thread = trainer.ident
+        here = lambda: sys._current_frames()[trainer.ident].f_code.co_name  # noqa: E731
+        wait_for(lambda: here() == "told", "the thread waits")
+        found = found.replace("told", "alltoall") + (__file__ if found else "")
+        assert job.watch._operation().startswith(found) and bool(job.watch._operation()) == bool(
+            found
+        )
+    trainer.join()

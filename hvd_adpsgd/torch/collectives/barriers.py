@@ -10,6 +10,7 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import run_call
+from hvd_adpsgd.torch.inside import told
 from hvd_adpsgd.torch.uneven_steps import joined
 
 __all__ = ["barrier", "join"]
@@ -23,7 +24,7 @@ def barrier(process_set: Any = global_process_set) -> None:
     """
     inner = inner_process_set(process_set, "barrier")
     if inner is not None:
-        horovod.barrier(inner)
+        told(horovod.barrier)(inner)
         return
     run_call(worlds.current(), Call("barrier"), lambda attempt: None)
 

@@ -26,6 +26,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
+from hvd_adpsgd.torch.inside import told
 from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined, state_of
 from hvd_adpsgd.training.means import among_counterparts
 from hvd_adpsgd.training.optimizer_state import (
@@ -71,7 +72,7 @@ def broadcast(
     inner = inner_process_set(process_set, "broadcast")
     require_tensor("broadcast", tensor)
     if inner is not None:
-        return horovod.broadcast(tensor, root_rank or 0, name, inner)
+        return told(horovod.broadcast)(tensor, root_rank or 0, name, inner)
     return _Broadcast.apply(tensor, root_rank, name)
 
 
@@ -85,7 +86,7 @@ def broadcast_(
     inner = inner_process_set(process_set, "broadcast_")
     require_tensor("broadcast_", tensor)
     if inner is not None:
-        return horovod.broadcast_(tensor, root_rank or 0, name, inner)
+        return told(horovod.broadcast_)(tensor, root_rank or 0, name, inner)
     broadcast_all("broadcast", name, [(None, tensor)], root_rank)
     return tensor
 
@@ -238,7 +239,7 @@ def broadcast_object(
     """
     inner = inner_process_set(process_set, "broadcast_object")
     if inner is not None:
-        return horovod.broadcast_object(obj, root_rank or 0, name, inner)
+        return told(horovod.broadcast_object)(obj, root_rank or 0, name, inner)
     call = Call("broadcast_object", name, root=root_rank)
     data = _broadcast_data(call, lambda: cloudpickle.dumps(obj))
     return obj if data is None else cloudpickle.loads(data)

@@ -23,6 +23,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce
+from hvd_adpsgd.torch.inside import told
 
 __all__ = ["Gathered", "allgather", "allgather_object", "gather", "grouped_allgather"]
 
@@ -44,7 +45,7 @@ def allgather(
     inner = inner_process_set(process_set, "allgather")
     require_tensor("allgather", tensor)
     if inner is not None:
-        return horovod.allgather(tensor, name, inner)
+        return told(horovod.allgather)(tensor, name, inner)
     return _Allgather.apply("allgather", name, tensor)[0]
 
 
@@ -55,7 +56,7 @@ def grouped_allgather(
     inner = inner_process_set(process_set, "grouped_allgather")
     require_tensors("grouped_allgather", tensors)
     if inner is not None:
-        return list(horovod.grouped_allgather(tensors, name, inner))
+        return list(told(horovod.grouped_allgather)(tensors, name, inner))
     return list(_Allgather.apply("grouped_allgather", name, *tensors))
 
 

@@ -33,6 +33,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     require_tensors,
     run_call,
 )
+from hvd_adpsgd.torch.inside import told
 
 __all__ = [
     "Reduction",
@@ -86,7 +87,7 @@ def allreduce(
     inner = inner_process_set(process_set, "allreduce")
     require_tensor("allreduce", tensor)
     if inner is not None:
-        return horovod.allreduce(
+        return told(horovod.allreduce)(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, inner
         )
     how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
@@ -107,7 +108,7 @@ def allreduce_(
     inner = inner_process_set(process_set, "allreduce_")
     require_tensor("allreduce_", tensor)
     if inner is not None:
-        return horovod.allreduce_(
+        return told(horovod.allreduce_)(
             tensor, average, name, op, prescale_factor, postscale_factor, inner
         )
     how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
@@ -133,7 +134,7 @@ def grouped_allreduce(
     require_tensors("grouped_allreduce", tensors)
     if inner is not None:
         return list(
-            horovod.grouped_allreduce(
+            told(horovod.grouped_allreduce)(
                 tensors, average, name, compression, op, prescale_factor, postscale_factor, inner
             )
         )
@@ -156,7 +157,7 @@ def grouped_allreduce_(
     inner = inner_process_set(process_set, "grouped_allreduce_")
     require_tensors("grouped_allreduce_", tensors)
     if inner is not None:
-        horovod.grouped_allreduce_(
+        told(horovod.grouped_allreduce_)(
             tensors, average, name, op, prescale_factor, postscale_factor, inner
         )
         return tensors

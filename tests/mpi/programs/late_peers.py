@@ -3,7 +3,8 @@
 Arguments: what averages the gradients in each super learner: ddp, fsdp or script.
 
 Learner 1 calls hvd.barrier() after fewer steps than learner 0, which waits for it in torch; all others wait
-in the barrier, too. Then learner 3 ends its training earlier than learner 2.
+in the barrier, too. Then learner 3 ends its training earlier than learner 2, and learner 5 enters an
+operation inside its super learner in place of learner 4's next step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import hvd_adpsgd.torch as hvd
 STEPS = 3
 
 
-def trainer(kind: str) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    """An optimizer, and a function that makes a step with it."""
+def trainer(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A model, its optimizer, and a function that makes a step with it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     trained: torch.nn.Module = model
@@ -45,7 +46,7 @@ def trainer(kind: str) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
                 torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG, group)
         optimizer.step()
 
-    return optimizer, step
+    return model, optimizer, step
 
 
 def waits_in_vain(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
@@ -59,8 +60,8 @@ def waits_in_vain(step: Callable[[], None], optimizer: torch.optim.Optimizer) ->
 
 def main() -> None:
     hvd.init()
-    rank = hvd.rank()
-    optimizer, step = trainer(sys.argv[1 + hvd.super_rank()])
+    rank, kind = hvd.rank(), sys.argv[1 + hvd.super_rank()]
+    model, optimizer, step = trainer(kind)
     for _ in range(STEPS):
         step()
     say(join=outcome(hvd.join))  # at once: no learner waits
@@ -68,10 +69,14 @@ def main() -> None:
         waits_in_vain(step, optimizer)
         return
     say(barrier=outcome(hvd.barrier))
-    if rank == 2:
+    if rank in (2, 4):
         waits_in_vain(step, optimizer)
-    elif rank > 3:
-        step()
+    elif rank == 5:
+        elsewhere = {
+            "ddp": lambda: hvd.admit(model, optimizer, blocking=False),
+            "fsdp": lambda: hvd.barrier(hvd.super_learner),
+        }
+        say(inside=outcome(elsewhere[kind]), next=outcome(hvd.barrier))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""Operations inside a super learner, as the script calls them, end with the error of its learners."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hvd_adpsgd.inner.horovod import HorovodInternalError
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.peer_watch import hear
+
+__all__ = ["told"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def told(operation: F) -> F:
+    """Return `operation` so that, if it fails, it raises why this super learner cannot go on, if known."""
+
+    @functools.wraps(operation)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        world = worlds.current()
+        world.collectives.require_part(operation.__name__)
+        try:
+            return operation(*args, **kwargs)
+        except (HorovodInternalError, ValueError):  # ValueError: Horovod was shut down
+            hear(world)
+            world.collectives.require_part(operation.__name__)
+            raise
+
+    return told  # type: ignore[return-value]
