@@ -58,6 +58,7 @@ from hvd_adpsgd.training.inner_averaging import (
     drop_hooks,
     grouped_allreduce_grad_async,
     introduce,
+    refuse_graphs,
     require_no_handles,
     synchronize,
     watch_computed,
@@ -207,6 +208,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set=ranks if spec.averages_gradients else _NOBODY,
     )
     wrapped.process_set = ranks
+    refuse_graphs(wrapped._grad_accs)
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
         compares = not (spec.averages_gradients or spec.is_sharded)

@@ -15,7 +15,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -46,6 +46,7 @@ __all__ = [
     "is_compared",
     "lay_out_gradient",
     "refuse_different",
+    "refuse_graphs",
     "require_no_handles",
     "submit_missing",
     "synchronize",
@@ -111,6 +112,21 @@ def _note_computed(optimizer: weakref.ref[Any], parameter: torch.Tensor, *_: Any
         self._gradients.computed(parameter)
 
 
+def refuse_graphs(nodes: Iterable[Any]) -> None:
+    """Register hooks that refuse backward(create_graph=True), as Horovod does without a text."""
+    for node in nodes:
+        node.register_prehook(_refuse_graph)
+
+
+def _refuse_graph(gradients: Sequence[torch.Tensor | None]) -> None:
+    if gradients[0] is not None and gradients[0].requires_grad:
+        raise GradientOrderError(
+            "backward(create_graph=True): a gradient that has a graph cannot be averaged in the super "
+            "learner. Use torch.autograd.grad(loss, parameters, create_graph=True), add what is made of its "
+            "result to the loss, and call backward() once."
+        )
+
+
 def introduce(self: Any, names: dict[torch.Tensor, str], is_averaged: bool) -> None:
     """Tell Horovod's wrapper of added parameters; with `is_averaged` it averages their gradients, too."""
     for parameter, name in names.items():
@@ -133,6 +149,7 @@ def _register_hooks(self: Any, parameters: Iterable[torch.Tensor]) -> None:
             self._requires_update.add(parameter)
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             assert node is not None
+            refuse_graphs([node])
             node.register_hook(self._make_hook(parameter))
             if hasattr(self, "_gradients"):  # not with one super learner
                 watch_computed(self, [node])
