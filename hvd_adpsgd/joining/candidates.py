@@ -451,10 +451,10 @@ def checked(text: str) -> bytes:
 def _started(told: dict[str, str], secret: bytes) -> subprocess.Popen[bytes]:
     """Run this program in a new process with the environment variables `told`; pass the secret in a pipe."""
     reads, writes = os.pipe()
-    kept = processes.without_launchers(os.environ)
     try:
         os.write(writes, secret.hex().encode())
-        env = {**kept, **told, JOIN_SECRET_FILE: f"/dev/fd/{reads}"}
+        told = {**told, JOIN_SECRET_FILE: f"/dev/fd/{reads}"}
+        env = processes.environment(os.environ, told)
         command = [sys.executable, *sys.orig_argv[1:]]
         return subprocess.Popen(command, env=env, pass_fds=[reads])
     finally:

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
+    "ATTEMPTS",
+    "GIVEN",
+    "LIVES_S",
     "PIPE",
     "REPLACES_FAILED",
+    "environment",
     "free_port",
     "is_replaced_by_launcher",
     "notify_launcher",
@@ -23,6 +27,9 @@ __all__ = [
 
 PIPE = "ADPSGD_LAUNCHER_PIPE"  # path of the pipe to `python -m hvd_adpsgd run`
 REPLACES_FAILED = "ADPSGD_LAUNCHER_REPLACES"  # set if that launcher replaces failed super learners
+GIVEN = "ADPSGD_LAUNCHER_GIVEN"  # names of variables that are for this process, not for a job that it starts
+ATTEMPTS = 3  # starts of a super learner that fail one after the other, after which it is given up
+LIVES_S = 60.0  # one that has joined and lived for so long has not failed to start
 
 _OF_TORCHRUN = (
     "RANK",
@@ -37,13 +44,19 @@ _OF_LAUNCHERS = re.compile(
     "|".join(_OF_TORCHRUN) + r"|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)|TORCHELASTIC_.*"
     r"|SLURM_(PROCID|LOCALID|NODEID|STEP_.*)|(OMPI|PMI|PMIX|PRTE)_.*"
     r"|HOROVOD_(RANK|SIZE|CONTROLLER|CPU_OPERATIONS|HOSTNAME|(LOCAL|CROSS|GLOO)_.*)"
-    f"|{PIPE}|{REPLACES_FAILED}"
+    f"|{GIVEN}|{PIPE}|ADPSGD_LEARNER(_PID)?"
 )
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process without those with which a launcher gave it its rank."""
-    return {k: v for k, v in environ.items() if not _OF_LAUNCHERS.fullmatch(k)}
+    """Return the variables of a process without those that a launcher has set for it alone."""
+    given = environ.get(GIVEN, "").split(",")
+    return {k: v for k, v in environ.items() if not _OF_LAUNCHERS.fullmatch(k) and k not in given}
+
+
+def environment(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process to start: `given` for it alone, the others from `environ`."""
+    return {**without_launchers(environ), **given, GIVEN: ",".join(given)}
 
 
 def place(

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.lifecycle import shutdown, signal_pipe, signals
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 
 __all__ = ["Departure", "block_if_leaving", "unwatch", "watch"]
 
@@ -128,7 +129,7 @@ class Departure:
             self.has_said()
         while not self._flags[_SAID] and time.monotonic() < ends:
             time.sleep(5e-3)
-        _end(shutdown.FAILED_STATUS if self._ends_last(LAST_S) else 0)
+        _end(FAILED_STATUS if self._ends_last(LAST_S) else 0)
 
     def _act(self) -> None:
         if self._is_leader:

@@ -42,6 +42,7 @@ from hvd_adpsgd.engine.failures import (
 )
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.lifecycle import process_exit
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.messaging.attempt import gather_once
 from hvd_adpsgd.messaging.messages import Messages
@@ -49,7 +50,6 @@ from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
 
 __all__ = [
-    "FAILED_STATUS",
     "ExitState",
     "ShutdownBarrier",
     "Teardown",
@@ -64,8 +64,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("hvd_adpsgd")
-
-FAILED_STATUS = 75  # status of a job with a failed super learner: EX_TEMPFAIL of sysexits.h
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
 _LOOK_S = 5e-3  # time between polls for learners that have exited

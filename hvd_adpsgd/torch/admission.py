@@ -27,6 +27,7 @@ from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.processes import ATTEMPTS, LIVES_S
 from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS, World
 from hvd_adpsgd.torch.arrival import arrive
 from hvd_adpsgd.torch.change_over import DOING, drop, prepare, switch
@@ -45,8 +46,6 @@ __all__ = ["admit", "listener"]
 log = logging.getLogger("hvd_adpsgd")
 
 SENDERS = 4  # most super learners that send parts of the model to a joining super learner
-_LIVES_S = 60.0  # one that has joined and lived for so long has not failed to start
-ATTEMPTS = 3  # failed starts after which a super learner is not replaced any more
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -277,7 +276,7 @@ def _trust_joined(world: World) -> None:
     """Reset the failed starts of a super learner that has joined and lived for some time."""
     living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
     for number, at in list(_joined.items()):
-        if time.monotonic() - at > _LIVES_S and living.issuperset(world.groups[number]):
+        if time.monotonic() - at > LIVES_S and living.issuperset(world.groups[number]):
             del _joined[number]
             _failures.pop(number, None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi

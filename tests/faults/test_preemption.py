@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.faults.programs import preempted
 from tests.launcher import Result, run_learners, wait_for
 

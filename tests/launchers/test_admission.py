@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.engine.interfaces import addresses
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.faults.test_replacement import joinings
 from tests.launcher import QUICK, environment, launch
 from tests.launchers.grown import require_grown

@@ -8,11 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from hvd_adpsgd.launch.processes import ATTEMPTS, GIVEN, PIPE, REPLACES_FAILED
 from tests.launcher import LONGEST_S, environment, wait_for
 
 SINGLE = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
@@ -22,11 +23,13 @@ PAIRS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_INNER": "torch"}
 class Started:
     """A launcher that runs, and what it has written."""
 
-    def __init__(self, folder: Path, program: str, *options: str, **env: str):
+    def __init__(
+        self, folder: Path, program: str, *options: str, under: Sequence[str] = (), **env: str
+    ):
         (folder / "train.py").write_text(program)
         self._out = folder / "out"
         words = [] if "--" in options else ["train.py"]
-        command = [sys.executable, "-m", "hvd_adpsgd", "run", *options, *words]
+        command = [*under, sys.executable, "-m", "hvd_adpsgd", "run", *options, *words]
         with open(self._out, "w") as out:
             self.process = subprocess.Popen(
                 command,
@@ -50,9 +53,13 @@ class Started:
 
 @contextlib.contextmanager
 def started(
-    folder: Path, program: str, *options: str, env: Mapping[str, str] | None = None
+    folder: Path,
+    program: str,
+    *options: str,
+    under: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Started]:
-    run = Started(folder, program, *options, **(env or {}))
+    run = Started(folder, program, *options, under=under, **(env or {}))
     try:
         yield run
     finally:
@@ -145,6 +152,60 @@ def test_a_failed_super_learner_is_started_anew(
     found = sorted(run.found(r"\[(\d)\] ends: (.*)"))
     each = [f"{i} {np} {i} () {i * 2 >= np}" for i in range(np)]
     assert found == [(str(i), text) for i, text in enumerate(each)]
+
+
+# What a learner is to the launcher. Learner 1 fails when learner 0 is known there, its mate ends; then HOW.
+FAILS_ANEW = """
+import os, signal, sys, time
+from pathlib import Path
+from hvd_adpsgd.launch.processes import notify_launcher
+def wait_for(name):
+    while not Path(name).exists():
+        time.sleep(0.01)
+signal.signal(signal.SIGUSR1, lambda *_: Path("known").touch())
+anew = "HVD_ADPSGD_JOIN_AS" in os.environ
+rank = 1 if anew else int(os.environ["RANK"])
+super_rank = min(rank, 1)
+print("begun")
+if not anew or "HOW" == "fails after it has joined":
+    notify_launcher(super_rank=super_rank, listener="127.0.0.1:1", is_member=True)
+if anew:
+    Path("anew").touch()
+    "HOW" == "hangs" and signal.pause()
+    sys.exit(3)
+if rank > 0:
+    wait_for("known")
+    sys.exit(2 if rank == 1 else 75)
+wait_for("anew" if "HOW" == "hangs" else "end")
+"""
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails", "fails after it has joined"])
+def test_replacements_that_fail_or_hang_end(tmp_path: Path, how: str) -> None:
+    with started(tmp_path, FAILS_ANEW.replace("HOW", how), "-np", "3", "--replace") as run:
+
+        def is_known() -> bool:
+            run.process.send_signal(signal.SIGUSR1)  # passed on to learners that have reported
+            return (tmp_path / "known").exists()
+
+        wait_for(lambda: run.found("begun"), "the launcher handles signals", LONGEST_S)
+        wait_for(is_known, "learner 0 is known", LONGEST_S)
+        if how != "hangs":
+            wait_for(lambda: run.found("is not replaced again"), "it is given up", LONGEST_S)
+            (tmp_path / "end").touch()
+        assert run.status() == 75
+    assert len(run.found("is started anew")) == ATTEMPTS or how == "hangs"
+
+
+def test_a_job_under_nohup_outlives_the_terminal(tmp_path: Path) -> None:
+    """It is sent a hangup before SIGTERM: it would end with the status of the first."""
+    program = LEARNER.replace("signal.SIGUSR1, ", "signal.SIGHUP, signal.SIGUSR1, ")
+    with started(tmp_path, program, "-np", "1", under=["nohup"]) as run:
+        wait_for(lambda: run.found("pids"), "it has begun", LONGEST_S)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            run.process.send_signal(number)
+        assert run.status() == 128 + signal.SIGTERM
+    assert run.found(r"got (\d+)") == [str(int(signal.SIGTERM))]
 
 
 @pytest.mark.mpi
@@ -242,22 +303,58 @@ def test_output_that_cannot_be_written_holds_nothing_up(tmp_path: Path, output: 
             os.close(fd)
 
 
+@pytest.mark.parametrize("command", [[], SHELL], ids=["script", "below a shell"])
 @pytest.mark.parametrize("victim", ["launcher", "process of learner 0"])
-def test_no_learner_outlives_the_launcher(tmp_path: Path, victim: str) -> None:
+def test_no_learner_outlives_the_launcher(tmp_path: Path, victim: str, command: list[str]) -> None:
     """Killed so that it can do nothing. Of a learner that ignores SIGTERM, and what the learners started."""
     program = LEARNER.replace("REPORTS = False, False", "REPORTS = True, False")
-    with started(tmp_path, program, "-np", "2") as run:
+    with started(tmp_path, program, "-np", "2", *command) as run:
         wait_for(lambda: len(run.found("pids")) == 2, "all have begun", LONGEST_S)
         if victim == "launcher":
             run.process.kill()
             run.process.wait()
-            require_gone(run)
         else:
-            pid, of_launcher, _ = next(pids for rank, *pids in pids_of(run) if rank == 0)
-            os.kill(of_launcher, signal.SIGKILL)
-            wait_for(lambda: not is_running(pid), "the learner ends with it", LONGEST_S)
-            for *_, child in pids_of(run):
-                os.kill(child, signal.SIGKILL)
+            first = next(pids for rank, *pids in pids_of(run) if rank == 0)
+            process = parent(first[1]) if command else first[1]
+            os.kill(process, signal.SIGKILL)
+            wait_for(lambda: not any(map(is_running, first)), f"{first} end with it", LONGEST_S)
+            run.process.terminate()
+        require_gone(run)
+
+
+def test_no_learner_outlives_the_shell_above_it(tmp_path: Path) -> None:
+    program = LEARNER.replace("REPORTS = False, False", "REPORTS = False, True")
+    with started(tmp_path, program, "-np", "1", *SHELL) as run:
+        wait_for(lambda: run.found("pids"), "it has begun", LONGEST_S)
+        ((_, learner, shell, child),) = pids_of(run)
+        os.kill(shell, signal.SIGKILL)
+        assert run.status() == 128 + signal.SIGKILL
+        wait_for(lambda: not is_running(learner), f"{learner} has ended", LONGEST_S)
+        os.kill(child, signal.SIGKILL)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+NESTED = """
+import os, subprocess, sys
+print("given:", [name for name in os.environ if "JOIN" in name or "LAUNCHER" in name])
+if not sys.argv[1:]:
+    run = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", "1", "train.py", "inner"]
+    sys.exit(subprocess.run(run).returncode)
+"""
+
+
+def test_a_job_that_a_learner_starts_is_a_job_of_its_own(tmp_path: Path) -> None:
+    """It has not the secret of the outer job, nor its pipe to the launcher."""
+    with started(tmp_path, NESTED, "-np", "1", "--replace") as run:
+        assert run.status() == 0
+    (outer,), (inner,) = (
+        run.found(rf"(?m)^{at}given: (.*)") for at in (r"\[0\] ", r"\[0\] \[0\] ")
+    )
+    assert "JOIN_SECRET_FILE" in outer and REPLACES_FAILED in outer
+    assert inner == str([GIVEN, PIPE])
 
 
 def pids_of(run: Started) -> list[list[int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi

@@ -9,7 +9,7 @@ import pytest
 
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.launch.world import Placement, form_super_learners
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.launcher import Result, run_learners
 
 pytestmark = pytest.mark.mpi

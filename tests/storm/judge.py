@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.lifecycle.shutdown import FAILED_STATUS
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.storm.script import drift
 from tests.storm.story import Story
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown, _is_last
 from hvd_adpsgd.messaging.messages import COMPLETE, Messages
@@ -59,6 +60,7 @@ import os, sys, threading
 import mpi4py
 mpi4py.rc.initialize = False
 from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 
 def shut_down():
     print(shutdown.script_fails())
@@ -103,6 +105,7 @@ AS_CHILD = """
 import multiprocessing, sys
 from types import SimpleNamespace
 from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 
 def learner():
     shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
@@ -138,6 +141,7 @@ LAST = f"""
 import os, sys
 from types import SimpleNamespace
 from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
 shutdown.exit_state.barrier = {ALONE}
 shutdown.exit_state.has_failures = True
@@ -177,6 +181,7 @@ import atexit, sys
 from types import SimpleNamespace
 atexit.register(lambda: print("mpi4py.MPI" in sys.modules))  # runs last
 from hvd_adpsgd.lifecycle import shutdown
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 barrier = SimpleNamespace(rank=0, ranks=(0, 1), ended=lambda: {1})
 print(shutdown.Teardown(barrier, None, (0, 1), None).ends_last(5.0), "mpi4py.MPI" in sys.modules)
 shutdown.at_exit(lambda: None, lambda: 1.0)
@@ -332,9 +337,7 @@ def test_one_learner_tells_of_those_that_have_failed_and_come_to_the_end(
 
     with ThreadPoolExecutor(3) as learners:
         ends = list(learners.map(shut_down, range(3)))
-    assert ends == [
-        (True, shutdown.FAILED_STATUS * (rank == min(failing, default=3))) for rank in range(3)
-    ]
+    assert ends == [(True, FAILED_STATUS * (rank == min(failing, default=3))) for rank in range(3)]
 
 
 @pytest.mark.parametrize("hub", ["None", "SimpleNamespace(close=lambda: None)"])

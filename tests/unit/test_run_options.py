@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,9 +11,9 @@ import pytest
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import processes
-from hvd_adpsgd.tools import run
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS, status_of_job
+from hvd_adpsgd.tools import build_horovod, run
 from hvd_adpsgd.tools.doctor.hosts import Host, read_hosts
-from hvd_adpsgd.tools.run.job import Learner, exit_status
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,12 @@ from hvd_adpsgd.tools.run.job import Learner, exit_status
     ],
 )
 def test_status_of_a_job(ends: list[int], status: int) -> None:
-    assert exit_status(ends) == status
+    assert status_of_job(ends) == status
+
+
+def test_the_build_of_horovod_knows_the_same_status() -> None:
+    """It cannot import it, as it runs before the package is installed."""
+    assert build_horovod.FAILED_STATUS == FAILED_STATUS
 
 
 @pytest.mark.parametrize(
@@ -56,12 +62,25 @@ def test_more_learners_than_slots_are_refused(np: int) -> None:
 
 def test_other_hosts_connect_to_the_first_one_by_its_name() -> None:
     here = os.uname().nodename
-    assert run.address([Learner(0, "localhost"), Learner(1, "localhost")]) == "127.0.0.1"
-    assert run.address([Learner(0, here), Learner(1, "b.invalid")]) == here
-    assert run.address([Learner(0, "b.invalid")]) == "b.invalid"
+
+    def address(hosts: str) -> str:
+        return run.address(run.learners(read_hosts(hosts), None))
+
+    assert address("localhost:2") == address(f"localhost:1,{here}:1") == "127.0.0.1"
+    assert address(f"{here}:1,b.invalid:1") == here
+    assert address(f"localhost:1,{here}:1,b.invalid:1") == here
+    assert address("b.invalid:1") == "b.invalid"
     for own in ("localhost", "127.0.0.1"):
         with pytest.raises(ConfigError, match=here):
-            run.address([Learner(0, own), Learner(1, "b.invalid")])
+            address(f"{own}:1,b.invalid:1")
+
+
+def test_names_of_one_host_are_one_host() -> None:
+    """Else two learners would have the same local rank there."""
+    here = os.uname().nodename
+    learners = run.learners(read_hosts(f"localhost:1,b.invalid:1,{here}:1"), None)
+    assert [each.host for each in learners] == [here, "b.invalid", here]
+    assert [each.is_here for each in learners] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -71,21 +90,26 @@ def test_other_hosts_connect_to_the_first_one_by_its_name() -> None:
         (["train.py"], "how many learners"),
         (["-H", "node1", "train.py"], "no NAME:SLOTS"),
         (["--hostfile", "/nowhere", "train.py"], "/nowhere cannot be read"),
+        (["--hostfile", "/nowhere", "-H", "a:1", "train.py"], "not allowed with"),
         (["-np", "3", "-H", "a:1,b:1", "train.py"], "-np 3, allowed is 1 to 2"),
     ],
 )
 def test_wrong_options_are_named(
     arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.main(arguments) == 2
+    with contextlib.suppress(SystemExit):
+        assert run.main(arguments) == 2
     assert word in capsys.readouterr().err
 
 
 def test_a_process_gets_the_ranks_of_its_own_launcher_only() -> None:
     environ = {"PATH": "/bin", "OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "1", "RANK": "2"}
     given = processes.place(5, 8, 1, 4, "node1", 29000)
-    assert {**processes.without_launchers(environ), **given} == {
+    inside = processes.environment(environ, {**given, "HVD_ADPSGD_JOIN": "of the outer job"})
+    assert inside["HVD_ADPSGD_JOIN"] == "of the outer job"
+    assert processes.environment(inside, given) == {
         "PATH": "/bin",
+        processes.GIVEN: ",".join(given),
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",

@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools.doctor.hosts import Host, Ssh, is_local, read_hostfile, read_hosts
-from hvd_adpsgd.tools.run.job import Job, Learner, say
+from hvd_adpsgd.tools.run.job import Job, Learner
+from hvd_adpsgd.tools.run.output import say
 
+_LOOPBACK = re.compile(r"localhost$|127\.")
 _USAGE = "python -m hvd_adpsgd run [-np N] [-H NAME:N,...] [--replace] train.py ARGS"
 
 
@@ -44,8 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-np", type=int, metavar="N", help="number of learners (default: all slots of the hosts)")
-    add("-H", "--hosts", metavar="NAME:N,...", help="hosts, and slots for learners on each")
-    add("--hostfile", metavar="FILE", help="the same: a line NAME slots=N for each host")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("-H", "--hosts", metavar="NAME:N,...", help="hosts, and slots for learners on each")
+    one("--hostfile", metavar="FILE", help="the same: a line NAME slots=N for each host")
     add("-p", "--ssh-port", type=int, metavar="PORT")
     add("-i", "--ssh-identity-file", metavar="FILE")
     add("--replace", action="store_true", help="start failed super learners anew, for hvd.admit")
@@ -54,8 +58,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _hosts(args: argparse.Namespace) -> list[Host]:
-    if args.hostfile and args.hosts:
-        raise ConfigError("--hostfile and -H both name hosts. Leave one out.")
     if args.hostfile or args.hosts:
         return read_hostfile(args.hostfile) if args.hostfile else read_hosts(args.hosts)
     if args.np is None or args.np < 1:
@@ -64,21 +66,27 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
 
 
 def learners(hosts: Sequence[Host], np: int | None) -> list[Learner]:
-    """Return `np` learners, by rank; None: in all slots of the hosts. The first hosts are filled first."""
+    """Return `np` learners, by rank; None: in all slots of the hosts. The first hosts are filled first.
+
+    If several names mean this host, all its learners get one, which other hosts know.
+    """
     names = [host.name for host in hosts for _ in range(host.slots)]
     if np is not None and not 1 <= np <= len(names):
         raise ConfigError(
             f"-np {np}, allowed is 1 to {len(names)}, the slots of the hosts. Change -np, or the slots."
         )
-    return [Learner(rank, name) for rank, name in enumerate(names[:np])]
+    own = [name for name in dict.fromkeys(names[:np]) if is_local(name)]
+    here = min(own, key=lambda name: bool(_LOOPBACK.match(name)), default="")
+    names = [here if name in own else name for name in names[:np]]
+    return [Learner(rank, name, name in own) for rank, name in enumerate(names)]
 
 
 def address(found: Sequence[Learner]) -> str:
     """Return the address at which learner 0 serves the store: loopback if all learners are on this host."""
-    first, names = found[0].host, {learner.host for learner in found}
-    if len(names) == 1 and is_local(first):
+    first = found[0].host
+    if all(learner.is_here for learner in found):
         return "127.0.0.1"
-    if first == "localhost" or first.startswith("127."):
+    if _LOOPBACK.match(first):
         raise ConfigError(
             f"other hosts connect to the first one, and there {first} means themselves. Write its name in "
             f"their network, for instance {os.uname().nodename}."

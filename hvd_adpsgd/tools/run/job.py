@@ -10,61 +10,42 @@ import re
 import secrets
 import shlex
 import signal
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from subprocess import PIPE, Popen
 from typing import Any
 
-from hvd_adpsgd.launch.processes import REPLACES_FAILED, free_port, place, without_launchers
-from hvd_adpsgd.tools.doctor.hosts import Ssh, in_folder, is_local, ssh_command
+from hvd_adpsgd.launch import processes
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS, is_failure, status_of_job
+from hvd_adpsgd.tools.doctor.hosts import Ssh, in_folder, ssh_command
+from hvd_adpsgd.tools.run.output import read_lines, say, write
 
-FAILED_STATUS, LEFT_STATUS = 75, 128 + signal.SIGTERM  # EX_TEMPFAIL as in the library; preempted
-ATTEMPTS = 3  # starts of a super learner that fail one after the other
 STOP_S = 30.0  # from a signal that ends the job to SIGKILL
 _OF_SCRIPTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)  # may kill before hvd.init()
-_LIVES_S = 60.0  # one that has joined and lived for so long has not failed to start
 _START_S = 5.0  # if the job cannot start: for other learners to say why
 # Variables of this host and login, which would be wrong on another one.
 _OF_THIS_HOST = re.compile(r"(HOSTNAME|PWD|OLDPWD|SHLVL|_|TMPDIR)$|SSH_|XDG_|DBUS_|BASH_FUNC_")
-
-
-def say(line: str) -> None:
-    """Write a line of the launcher to stderr."""
-    with contextlib.suppress(OSError):
-        print(f"hvd_adpsgd run: {line}", file=sys.stderr, flush=True)
-
-
-def exit_status(ends: list[int]) -> int:
-    """Return the exit status of a job whose learners ended with `ends`, in the order of their ends."""
-    if any(status in (0, FAILED_STATUS) for status in ends):
-        return 0 if all(status in (0, LEFT_STATUS) for status in ends) else FAILED_STATUS
-    return next((status for status in ends if status != LEFT_STATUS), FAILED_STATUS)
 
 
 @dataclass(eq=False)
 class Learner:
     rank: int
     host: str
+    is_here: bool  # on the host of this process
     super_rank: int | None = None  # None until its hvd.init() has returned
     listener: str = ""  # address at which super learners can join, while it runs
     is_joining: bool = False  # it replaces a failed learner, and has not joined
-    status: int | None = None  # its exit status, of its replacement if that has joined
-    process: subprocess.Popen[bytes] | None = None  # here: ssh, for another host
-
-    @property
-    def has_failed(self) -> bool:  # and no replacement has joined
-        return self.status not in (None, 0, FAILED_STATUS, LEFT_STATUS)
+    process: Popen[bytes] | None = None  # here: ssh, for another host
 
     def send(self, line: str) -> None:
         """Send a line to its process, if that runs."""
         with contextlib.suppress(BrokenPipeError):
             if self.process and self.process.stdin:
                 self.process.stdin.write(line.encode() + b"\n")
-                self.process.stdin.flush()
 
 
-async def _ended(process: subprocess.Popen[bytes]) -> int:
+async def _ended(process: Popen[bytes]) -> int:
     loop, ended, fd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process.pid)
     loop.add_reader(fd, ended.set)
     await ended.wait()
@@ -77,18 +58,14 @@ class Job:
     """A job, whose learner 0 serves the store at `address`; `replaces`: failed super learners start anew."""
 
     def __init__(
-        self,
-        command: list[str],
-        learners: list[Learner],
-        address: str,
-        ssh: Ssh,
-        replaces: bool,
+        self, command: list[str], learners: list[Learner], address: str, ssh: Ssh, replaces: bool
     ):
         self._command, self._learners, self._address = command, learners, address
         self._ssh, self._secret = ssh, secrets.token_hex(32) if replaces else ""
         self._mark = f"@{secrets.token_hex(16)} "  # of learners' reports; they do not know it
         self._running: list[asyncio.Task[None]] = []
-        self._ends: list[int] = []  # ranks, in the order of the ends
+        # by rank, in the order of the ends: exit status, not of a learner whose replacement has joined
+        self._ends: dict[int, int] = {}
         self._attempts: Counter[int] = Counter()  # by super_rank
         self._status: int | None = None  # of a job that cannot start, or that a signal ends
 
@@ -105,25 +82,24 @@ class Job:
             await self._running.pop()
         if self._status is not None:
             return self._status
-        failed = [each.rank for each in self._learners if each.has_failed]
-        status = exit_status([self._learners[rank].status or 0 for rank in self._ends])
+        failed = sorted(rank for rank, status in self._ends.items() if is_failure(status))
+        status = status_of_job(list(self._ends.values()))
         if status == FAILED_STATUS and failed:
             say(f"learners {failed} have failed, others have trained to the end: status {status}.")
         return status
 
     def _start(self, learners: list[Learner], address: str, **told: str) -> None:
-        port, hosts = free_port(), [each.host for each in learners]
+        port, hosts = processes.free_port(), [each.host for each in learners]
         for i, each in enumerate(learners):
             local = hosts[:i].count(each.host), hosts.count(each.host)
-            env = {**place(i, len(learners), *local, address, port), **told}
-            self._running.append(asyncio.create_task(self._run(each, env)))
+            given = {**processes.place(i, len(learners), *local, address, port), **told}
+            self._running.append(asyncio.create_task(self._run(each, given)))
 
-    async def _run(self, learner: Learner, told: dict[str, str]) -> None:
+    async def _run(self, learner: Learner, given: dict[str, str]) -> None:
         command = [sys.executable, "-m", "hvd_adpsgd.launch.learner_process"]
-        env = {"PYTHONUNBUFFERED": "1", **without_launchers(os.environ), **told}
-        if self._secret:
-            env[REPLACES_FAILED] = "1"
-        if not is_local(learner.host):
+        given |= {processes.REPLACES_FAILED: "1"} if self._secret else {}
+        env = {"PYTHONUNBUFFERED": "1", **processes.environment(os.environ, given)}
+        if not learner.is_here:
             env = {k: v for k, v in env.items() if not _OF_THIS_HOST.match(k)}
             remote = in_folder(os.getcwd(), os.environ.get("PYTHONPATH"), shlex.join(command))
             command = ssh_command(learner.host, self._ssh, remote, ["ServerAliveInterval=15"])
@@ -131,9 +107,8 @@ class Job:
         local_size = [each.host for each in self._learners].count(learner.host)
         request |= {"local_size": local_size, "secret": self._secret, "mark": self._mark}
         # not asyncio's: its wait() also waits for the processes that a learner leaves behind
-        pipe = subprocess.PIPE
-        process = learner.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        process = learner.process = Popen(
+            command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
         learner.send(json.dumps(request))
         if self._status is not None:
@@ -145,39 +120,24 @@ class Job:
         self._note_end(learner, status if status >= 0 else 128 - status)
 
     async def _pass_on(self, learner: Learner, file: Any, to: Any) -> None:
-        stream, text = asyncio.StreamReader(), b""
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), file)
-        while True:
-            data = await stream.read(1 << 16)
-            text += data or b"\n" * bool(text)
-            lines = text.splitlines(keepends=True)  # progress bars end lines by a carriage return
-            is_whole = not lines or lines[-1].endswith(b"\n") or len(lines[-1]) > 1 << 20
-            text = b"" if is_whole else lines.pop()
-            for line in lines:
-                line, is_marked, report = line.partition(self._mark.encode())
-                if is_marked:
-                    self._note(learner, json.loads(report))
-                try:  # in a thread, as a reader that stops must not keep signals from the learners
-                    await asyncio.to_thread(
-                        to.write, b"[%d] " % learner.rank + line if line else b""
-                    )
-                    await asyncio.to_thread(to.flush)
-                except OSError as error:  # nobody reads this command's output, or a disk is full
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
-                    say(f"the output cannot be written: {error.strerror}. All learners are ended.")
-                    self._stop(128 + signal.SIGPIPE, signal.SIGTERM)
-            if not data:
-                return
+        async for line in read_lines(file):
+            line, is_marked, report = line.partition(self._mark.encode())
+            if is_marked:
+                self._note(learner, json.loads(report))
+            try:
+                if line:
+                    await write(to, b"[%d] " % learner.rank + line)
+            except OSError as error:
+                say(f"the output cannot be written: {error.strerror}. All learners are ended.")
+                self._stop(128 + signal.SIGPIPE, signal.SIGTERM)
 
     def _note(self, learner: Learner, told: dict[str, Any]) -> None:
         """Note a report of a learner: hvd.init() has returned, or it has joined in hvd.admit."""
         learner.super_rank, learner.listener = told["super_rank"], told["listener"]
         if learner.is_joining and told["is_member"]:
-            learner.is_joining, learner.status = False, None
-            self._ends.remove(learner.rank)
-            loop = asyncio.get_running_loop()
-            loop.call_later(_LIVES_S, self._trust, learner, learner.process)
+            learner.is_joining = False
+            del self._ends[learner.rank]
+            self._later(processes.LIVES_S, self._trust, learner, learner.process)
 
     def _trust(self, learner: Learner, process: object) -> None:
         if learner.process is process and learner.super_rank is not None:
@@ -186,12 +146,10 @@ class Job:
     def _note_end(self, learner: Learner, status: int) -> None:
         learner.process, learner.listener = None, ""
         if not learner.is_joining:
-            learner.status = status
-            self._ends.append(learner.rank)
+            self._ends[learner.rank] = status
         if all(each.is_joining for each in self._learners if each.process):
-            loop = asyncio.get_running_loop()  # the job has ended, and replacements have not joined
-            loop.call_later(_START_S, self._signal, signal.SIGTERM)
-            loop.call_later(_START_S + STOP_S, self._signal, signal.SIGKILL)
+            # the job has ended, and replacements have not joined
+            self._end_all(signal.SIGTERM, _START_S)
         if self._status is not None or status == 0:
             return
         if status != FAILED_STATUS:
@@ -199,9 +157,7 @@ class Job:
             how = f" ({name})" if name else ""
             say(f"learner {learner.rank} on {learner.host} has ended: status {status}{how}.")
         if all(each.super_rank is None for each in self._learners):
-            say(
-                "It ended before hvd.init() returned: the job cannot start, all learners are ended."
-            )
+            say("It ended before hvd.init() returned: the job cannot start, all are ended.")
             self._stop(status, signal.SIGTERM, _START_S)
         elif self._secret and learner.super_rank is not None:
             self._replace(learner.super_rank)
@@ -210,15 +166,14 @@ class Job:
         """Start a super learner anew, if it has failed, all its learners have ended, and others train."""
         those = [each for each in self._learners if each.super_rank == super_rank]
         listeners = [each.listener for each in self._learners if each.listener]
-        is_over = any(each.status in (0, FAILED_STATUS) for each in self._learners)
-        has_ended = all(each.process is None for each in those) and any(
-            each.has_failed for each in those
-        )
-        if is_over or not listeners or not has_ended:
+        others = [each.rank for each in self._learners if each not in those]
+        is_over = any(self._ends.get(rank) in (0, FAILED_STATUS) for rank in others)
+        has_failed = any(is_failure(self._ends.get(each.rank, 0)) for each in those)
+        if is_over or not listeners or not has_failed or any(each.process for each in those):
             return
         self._attempts[super_rank] += 1
-        if self._attempts[super_rank] > ATTEMPTS:
-            say(f"super learner {super_rank} is not replaced again: {ATTEMPTS} starts have failed.")
+        if self._attempts[super_rank] > (most := processes.ATTEMPTS):
+            say(f"super learner {super_rank} is not replaced again: {most} starts have failed.")
             return
         say(f"super learner {super_rank} is started anew; it joins when the others call hvd.admit.")
         for each in those:
@@ -233,11 +188,17 @@ class Job:
         self._stop(128 + number, signal.SIGKILL if again else passed)
 
     def _stop(self, status: int, number: int, after_s: float = 0.0) -> None:
-        """Send a signal to all learners, and SIGKILL if that does not end them; replace none any more."""
+        """End the job with a status: send a signal to all learners; replace none any more."""
         self._status = status if self._status is None else self._status
-        loop = asyncio.get_running_loop()
-        loop.call_later(after_s, self._signal, number)
-        loop.call_later(after_s + STOP_S, self._signal, signal.SIGKILL)
+        self._end_all(number, after_s)
+
+    def _end_all(self, number: int, after_s: float) -> None:
+        """Send a signal to all learners, and SIGKILL if that does not end them."""
+        self._later(after_s, self._signal, number)
+        self._later(after_s + STOP_S, self._signal, signal.SIGKILL)
+
+    def _later(self, seconds: float, *call: Any) -> None:
+        asyncio.get_running_loop().call_later(seconds, *call)
 
     def _signal(self, number: int) -> None:
         for each in self._learners:
