@@ -334,7 +334,7 @@ def _log_others(doing: str, names: set[str], finite: int, models: int) -> None:
         ", ".join(map(repr, sorted(names - _logged))),
         models - finite,
         models,
-        "all learners get the mean of the others" if finite else "it keeps its values",
+        "its mean is that of the others" if finite else "it has no mean, and keeps its values",
     )
     _logged.update(names)
 

@@ -104,8 +104,9 @@ def consensus_distance(model: torch.nn.Module) -> float:
 
     sqrt((1/n) sum over super learners of |w_l - mean|^2), over the parameters and buffers of average_model
     with their current values; pending corrections are not applied. All learners call it together; it
-    waits for the slowest learner. Inside `averaged` all models are the mean, so the result is 0. `metrics()`
-    has an estimate without communication.
+    waits for the slowest learner. Inside `averaged` all models are the mean, so the result is 0. It is not
+    finite if a parameter is not, or a buffer in a part of the models. `metrics()` has an estimate without
+    communication.
 
     Args:
         model: the same module on every learner.

@@ -161,7 +161,7 @@ def test_a_mean_is_of_what_has_one(place: str) -> None:
         assert facts["distance"] == "inf", "their squares are"
     lines = [text for text in told[0] if "shape_" in text or "observed_" in text]
     assert len(lines) == 2 and f"buffers ('shape_{place}') keep their own values" in lines[0], told
-    assert f"NaN or Inf in 1 of {n} models; all learners get the mean of the others" in lines[1]
+    assert f"NaN or Inf in 1 of {n} models; its mean is that of the others" in lines[1]
     assert told[1:] == [[]] * 3, "said once"
 
 
