@@ -202,14 +202,22 @@ class Parameters:
     def _refuse(self, i: int, device: torch.device, dtype: torch.dtype, shape: torch.Size) -> None:
         """Raise DeviceMovedError or ModelMismatchError for tensor number `i`, which has changed."""
         its_device, its_dtype, its_shape = self._as_wrapped[i]
+        name, is_parameter = self.names[i], isinstance(self.given[i], torch.nn.Parameter)
+        is_buffer = name.startswith("buffer.") and not is_parameter  # of buffers=
+        what = f"{'tensor' if is_buffer else 'parameter'} {name!r}"
         if device != its_device:
             raise DeviceMovedError(
-                f"parameter {self.names[i]!r} is on {device}, it was on {its_device} when the optimizer was "
-                "wrapped. Move the model before hvd.DistributedOptimizer, or wrap a new optimizer."
+                f"{what} is on {device}, it was on {its_device} when the optimizer was wrapped. Move the model "
+                "before hvd.DistributedOptimizer, or wrap a new optimizer."
+            )
+        now = f"{what} is {dtype}{list(shape)}, it was {its_dtype}{list(its_shape)}"
+        if is_buffer:
+            raise ModelMismatchError(
+                f"{now} when the optimizer was wrapped. Run one batch through the model before "
+                "hvd.DistributedOptimizer, as observers have no buffers before, or leave it out of buffers=."
             )
         raise ModelMismatchError(
-            f"parameter {self.names[i]!r} is {dtype}{list(shape)}, it was {its_dtype}{list(its_shape)} "
-            "when the optimizer was wrapped. Wrap a new optimizer after changing a parameter."
+            f"{now} when the optimizer was wrapped. Wrap a new optimizer after changing a parameter."
         )
 
 

@@ -212,6 +212,19 @@ def test_an_expanded_parameter_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_changed_tensor_is_told_as_what_it_is() -> None:
+    """Observers of quantization get their buffers' shapes in the first forward pass."""
+    for name, kind, cure in (
+        ("buffer.min_val", torch.zeros, "tensor 'buffer.min_val' .*Run one batch"),
+        ("weight", lambda n: torch.nn.Parameter(torch.zeros(n)), "parameter 'weight' .*Wrap a new"),
+    ):
+        known, tensor = Parameters(), kind(0)
+        known.add([(name, tensor)])
+        tensor.data = torch.zeros(4)
+        with pytest.raises(ModelMismatchError, match=cure):
+            known.check()
+
+
 def test_buffers_in_csr_layout_are_put_back_after_a_mean() -> None:
     """They have no strides to ask for."""
     buffer, values = ((n * torch.eye(3)).to_sparse_csr() for n in (1, 7))
