@@ -259,7 +259,10 @@ def test_a_learner_copies_its_model_and_the_mean_is_evaluated(tmp_path: Path) ->
     model = task.model()
     start_file(tmp_path).write_text("0.0")  # long ago
     recorder = Recorder(tmp_path, 0, model, [0.0, 0.0])
+    recorder.leave()  # else it would end this process, two minutes later
+    before = set(threading.enumerate())
     recorder.start()
+    records = set(threading.enumerate()) - before
     wait_for = threading.Event()
     for _ in range(100 * DEADLINE_S):
         if copied(tmp_path, 1, 0):
@@ -277,6 +280,9 @@ def test_a_learner_copies_its_model_and_the_mean_is_evaluated(tmp_path: Path) ->
     assert points[0].loss == pytest.approx(task.evaluate(model))
     assert points[1].loss != points[0].loss
     assert copied(tmp_path, 2, 1) is None, "its line is not complete"
+    for thread in records:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
 
 
 def test_a_training_that_fails_copies_no_more(tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ from torch import nn
 __all__ = ["Recorder", "copied", "copy_file", "ended_file", "log_file", "ready_file", "start_file"]
 
 START_S = 600.0  # longest wait for the start
-LEFT_S = (
-    120.0  # after the last copy a learner that the study has not ended, because it was killed, ends
-)
+LEFT_S = 120.0  # after the last copy a learner that a killed study has left behind ends itself
 BACKWARD = 2.0  # time of a backward pass / time of a forward pass
 POLL_S = 0.02
 
@@ -80,6 +78,7 @@ class Recorder:
         self._slow, self._killed_s = slow, killed_s
         self._forward_s = self._began = 0.0
         self._over = False
+        self._left = threading.Event()
 
     def start(self) -> None:
         """Tell that this learner is ready, and wait for the time at which all start."""
@@ -131,8 +130,12 @@ class Recorder:
             with log_file(self.folder, self.rank).open("a") as log:
                 log.write(json.dumps({"number": number, "seconds": seconds, "steps": steps}) + "\n")
 
-        time.sleep(LEFT_S)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if not self._left.wait(LEFT_S):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self) -> None:
+        """Let this process live on when all copies are made."""
+        self._left.set()
 
     def _die(self) -> None:
         self._sleep_until(self._killed_s or 0.0)
