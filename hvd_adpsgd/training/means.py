@@ -18,6 +18,7 @@ from hvd_adpsgd.inner.tensor_bytes import lent
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.drift import warn_of_drift
 from hvd_adpsgd.training.sharded import is_sharded, local
 
 __all__ = ["Entry", "among_counterparts", "finite_means", "means_of_models", "tell_finished"]
@@ -39,11 +40,13 @@ class Entry(NamedTuple):
         tensor: the tensor.
         is_trained: whether a model is not finite if this tensor is not. The mean of another tensor is that of
             the models in which it is finite; without any there is no mean.
+        is_same: whether the learners of a super learner should hold the same.
     """
 
     name: str
     tensor: torch.Tensor
     is_trained: bool = True
+    is_same: bool = False
 
 
 def finite_means(
@@ -146,6 +149,9 @@ def means_of_models(
         local(t).detach().to("cpu", torch.float64 if t.dtype == torch.float64 else torch.float32)
         for t in tensors
     ]
+    # an optimizer that the script has dropped is so on other learners at another time
+    same = {i for i, entry in enumerate(entries) if entry.is_same and not cut[i]}
+    mine = {entries[i].name: float(hosts[i].sum()) for i in same}
     if gives:
         hosts = _with_pending(pending, tensors, hosts)
     spares = list(map(_spare, hosts))
@@ -157,6 +163,7 @@ def means_of_models(
         told = [call.private for call in attempt.calls]
         leaders = [i for i, its in enumerate(told) if its[0]]
         names = {i: told[i][1] for i in leaders if told[i][1] is not None}
+        sums.update(zip(attempt.ranks, (its[5] for its in told), strict=True))
         if any(cut):
             leaders, names = _whole(world, attempt, [its[1] for its in told])
         weights = {i: told[i][2] for i in leaders if i not in names}
@@ -186,8 +193,10 @@ def means_of_models(
         return means, {attempt.ranks[i]: name for i, name in names.items()}
 
     untrained = [i for i in bad if not entries[i].is_trained]
-    call = Call(doing, private=(gives, unfit, weight, untrained, spare))
+    sums: dict[int, dict[str, float]] = {}
+    call = Call(doing, private=(gives, unfit, weight, untrained, spare, mine))
     means, found = world.collectives.run(call, operation)
+    warn_of_drift(world, doing, {entries[i].name: hosts[i] for i in same}, sums)
     kept = (mean for mean, keeps in zip(means, wanted, strict=True) if keeps)
     return [None if mean is None else torch.from_numpy(mean) for mean in kept], found
 

@@ -120,7 +120,7 @@ def consensus_distance(model: torch.nn.Module) -> float:
     entries = _entries(world, doing, [model])
     square = sum(
         float((local(t).detach().cpu().double() - mean.double()).square().sum())
-        for (_, t, _), mean in zip(entries, means_of_models(world, doing, entries)[0], strict=True)
+        for (_, t, *_), mean in zip(entries, means_of_models(world, doing, entries)[0], strict=True)
         if mean is not None and (world.is_leader or is_sharded(t))
     )
     told = world.collectives.gather(doing, (world.is_leader, square))
@@ -310,6 +310,7 @@ def _entries(
     parameters: dict[int, Entry] = {}
     others: dict[int, Entry] = {}
     trained = {key for averaging in live() for key in averaging.tensors.trained}
+    stepped = {key for averaging in live() if averaging.step for key in averaging.tensors.trained}
     reshard(*(module for module in modules if isinstance(module, torch.nn.Module)))
     for i, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
@@ -319,9 +320,8 @@ def _entries(
         start = f"{i}." if i else ""
         for name, p in module.named_parameters():
             if p.is_floating_point() and not shares_elements(p):
-                parameters.setdefault(
-                    id(p), Entry(start + name, p, p.requires_grad or id(p) in trained)
-                )
+                is_trained = p.requires_grad or id(p) in trained
+                parameters.setdefault(id(p), Entry(start + name, p, is_trained, id(p) in stepped))
         for name, b in statistics(module) if buffers else ():
             if not shares_elements(b):
                 others.setdefault(id(b), Entry(start + name, b, False))
