@@ -207,8 +207,8 @@ class Parameters:
         what = f"{'tensor' if is_buffer else 'parameter'} {name!r}"
         if device != its_device:
             raise DeviceMovedError(
-                f"{what} is on {device}, it was on {its_device} when the optimizer was wrapped. Move the model "
-                "before hvd.DistributedOptimizer, or wrap a new optimizer."
+                f"{what} is on {device}, it was on {its_device} when the optimizer was wrapped. Move the "
+                "model before hvd.DistributedOptimizer, or wrap a new optimizer."
             )
         now = f"{what} is {dtype}{list(shape)}, it was {its_dtype}{list(its_shape)}"
         if is_buffer:

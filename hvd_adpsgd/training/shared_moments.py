@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.engine.arrivals import Arrivals
+from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.training.devices import Event, device_of
 from hvd_adpsgd.training.moment_passes import (
     Product,
@@ -240,11 +241,24 @@ class SharedMoments(UpdateRule):
                 continue
             step, is_new = its["step"], not self._steps[i]
             if first is not None and its[first] is not self._moment[i]:
+                self._require_shapes(i, its)
                 if not self.received:
                     self._moment[i].copy_(its[first])
                 its[first], is_new = self._moment[i], True
             if reads or is_new or not _is_on_device(step):
                 self._steps[i] = int(step)
+
+    def _require_shapes(self, i: int, state: dict[str, Any]) -> None:
+        """Raise ModelMismatchError if a moment of parameter `i` was loaded with another shape than it has."""
+        shape = self.model[i].shape
+        for key, value in state.items():
+            is_moment = isinstance(value, torch.Tensor) and key != "step"
+            if is_moment and value.shape != shape:
+                raise ModelMismatchError(
+                    f"load_state_dict: {key} of {self.names[i]!r} has the shape {list(value.shape)}, the "
+                    f"parameter {list(shape)}. Load a checkpoint of this model, whose optimizer has the "
+                    "same parameters in the same order."
+                )
 
     def _take_back(self) -> None:
         """Do not count the last step if a fused optimizer has skipped it, which its device has told.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hvd_adpsgd.engine.arrivals import NONE, Arrivals
+from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.training import moment_passes, shared_moments
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 from tests.lagging import Lagging, Scheduler
@@ -250,6 +251,18 @@ def test_noise_counts_as_in_synchronous_training() -> None:
             alone += own.mean().item()
     # 1.03 to 1.05 for n = 4 to 16 and other seeds: k = 0.053, and what the clamp at 0 adds
     assert 1 <= n * used / alone <= 1.15
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_loaded_moment_of_another_shape_is_named(key: str) -> None:
+    """One of a single element, too, which torch would spread over all elements."""
+    peer = Peer(OPTIMIZERS["AdamW"], 2)
+    peer.step(drawn(torch.Generator().manual_seed(3)))
+    state = copy.deepcopy(peer.optimizer.state_dict())
+    state["state"][1][key] = torch.zeros(1)
+    peer.optimizer.load_state_dict(state)
+    with pytest.raises(ModelMismatchError, match=rf"{key} of 'b' has the shape \[1\], .* \[7\]"):
+        peer.rule.reload()
 
 
 def test_a_loaded_state_is_averaged_and_a_received_moment_stays() -> None:
