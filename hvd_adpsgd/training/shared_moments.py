@@ -252,7 +252,8 @@ class SharedMoments(UpdateRule):
         """Raise ModelMismatchError if a moment of parameter `i` was loaded with another shape than it has."""
         shape = self.model[i].shape
         for key, value in state.items():
-            is_moment = isinstance(value, torch.Tensor) and key != "step"
+            # numbers, such as steps, have no dimension, or one in old checkpoints
+            is_moment = isinstance(value, torch.Tensor) and value.dim() and key != "step"
             if is_moment and value.shape != shape:
                 raise ModelMismatchError(
                     f"load_state_dict: {key} of {self.names[i]!r} has the shape {list(value.shape)}, the "
