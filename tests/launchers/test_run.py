@@ -24,12 +24,21 @@ class Started:
     """A launcher that runs, and what it has written."""
 
     def __init__(
-        self, folder: Path, program: str, *options: str, under: Sequence[str] = (), **env: str
+        self,
+        folder: Path,
+        program: str,
+        *options: str,
+        under: Sequence[str] = (),
+        setup: str = "",
+        **env: str,
     ):
         (folder / "train.py").write_text(program)
         self._out = folder / "out"
         words = [] if "--" in options else ["train.py"]
         command = [*under, sys.executable, "-m", "hvd_adpsgd", "run", *options, *words]
+        if setup:
+            setup += f"\nfrom hvd_adpsgd.tools import run\nrun.main({[*options, *words]})"
+            command = [*under, sys.executable, "-c", setup]
         with open(self._out, "w") as out:
             self.process = subprocess.Popen(
                 command,
@@ -57,9 +66,11 @@ def started(
     program: str,
     *options: str,
     under: Sequence[str] = (),
+    setup: str = "",
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Started]:
-    run = Started(folder, program, *options, under=under, **(env or {}))
+    """`under`: words before the command; `setup`: Python code that the launcher runs first."""
+    run = Started(folder, program, *options, under=under, setup=setup, **(env or {}))
     try:
         yield run
     finally:
@@ -167,7 +178,7 @@ anew = "HVD_ADPSGD_JOIN_AS" in os.environ
 rank = 1 if anew else int(os.environ["RANK"])
 super_rank = min(rank, 1)
 print("begun")
-if not anew or "HOW" == "fails after it has joined":
+if not anew or "after it has joined" in "HOW":
     notify_launcher(super_rank=super_rank, listener="127.0.0.1:1", is_member=True)
 if anew:
     Path("anew").touch()
@@ -180,9 +191,13 @@ wait_for("anew" if "HOW" == "hangs" else "end")
 """
 
 
-@pytest.mark.parametrize("how", ["hangs", "fails", "fails after it has joined"])
+@pytest.mark.parametrize(
+    "how", ["hangs", "fails", "fails after it has joined", "fails long after it has joined"]
+)
 def test_replacements_that_fail_or_hang_end(tmp_path: Path, how: str) -> None:
-    with started(tmp_path, FAILS_ANEW.replace("HOW", how), "-np", "3", "--replace") as run:
+    program, setup = FAILS_ANEW.replace("HOW", how), "from hvd_adpsgd.tools.run import job\n"
+    setup += "job.processes.LIVES_S = 0.0" if "long" in how else "job._START_S = 0.1"
+    with started(tmp_path, program, "-np", "3", "--replace", setup=setup) as run:
 
         def is_known() -> bool:
             run.process.send_signal(signal.SIGUSR1)  # passed on to learners that have reported
@@ -190,11 +205,14 @@ def test_replacements_that_fail_or_hang_end(tmp_path: Path, how: str) -> None:
 
         wait_for(lambda: run.found("begun"), "the launcher handles signals", LONGEST_S)
         wait_for(is_known, "learner 0 is known", LONGEST_S)
-        if how != "hangs":
+        if "long" in how:
+            many = ATTEMPTS + 1
+            wait_for(lambda: len(run.found("is started anew")) == many, "again", LONGEST_S)
+        elif how != "hangs":
             wait_for(lambda: run.found("is not replaced again"), "it is given up", LONGEST_S)
-            (tmp_path / "end").touch()
+            assert len(run.found("is started anew")) == ATTEMPTS
+        (tmp_path / "end").touch()
         assert run.status() == 75
-    assert len(run.found("is started anew")) == ATTEMPTS or how == "hangs"
 
 
 def test_a_job_under_nohup_outlives_the_terminal(tmp_path: Path) -> None:
@@ -250,8 +268,14 @@ while True:
 SHELL = ["--", "sh", "-c", f"{sys.executable} train.py; exit $?"]
 
 
-@pytest.mark.parametrize("command", [[], SHELL], ids=["script", "below a shell"])
-def test_signals_reach_all_learners(tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "last"),
+    [([], signal.SIGTERM), (SHELL, signal.SIGHUP)],
+    ids=["script", "below a shell"],
+)
+def test_signals_reach_all_learners(
+    tmp_path: Path, command: list[str], last: signal.Signals
+) -> None:
     """Also those that a shell starts, once they have reported; else SIGUSR1, unhandled, would kill them."""
     program = LEARNER.replace("REPORTS = False, False", "REPORTS = False, True")
     with started(tmp_path, program, "-np", "3", *command) as run:
@@ -262,8 +286,8 @@ def test_signals_reach_all_learners(tmp_path: Path, command: list[str]) -> None:
             return len(set(run.found(rf"\[(\d)\] got {int(signal.SIGUSR1)}"))) == 3
 
         wait_for(all_have_it, "SIGUSR1", LONGEST_S)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.status() == 128 + signal.SIGTERM
+        run.process.send_signal(last)
+        assert run.status() == 128 + last
     for number in (signal.SIGUSR1, signal.SIGTERM):
         ranks = run.found(rf"\[(\d)\] got {int(number)}\n")
         assert set(ranks) == {"0", "1", "2"}
@@ -281,6 +305,16 @@ def test_an_interrupt_ends_what_does_not_heed_it(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.status() == 128 + signal.SIGINT
     assert "SIGINT: all learners are killed" in run.text
+    require_gone(run)
+
+
+def test_what_does_not_heed_a_signal_is_killed_later(tmp_path: Path) -> None:
+    program = LEARNER.replace("REPORTS = False, False", "REPORTS = True, False")
+    setup = "from hvd_adpsgd.tools.run import job\njob.STOP_S = 0.1"
+    with started(tmp_path, program, "-np", "2", setup=setup) as run:
+        wait_for(lambda: len(run.found("pids")) == 2, "all have begun", LONGEST_S)
+        run.process.terminate()
+        assert run.status() == 128 + signal.SIGTERM
     require_gone(run)
 
 
@@ -344,6 +378,7 @@ def parent(pid: int) -> int:
 NESTED = """
 import os, subprocess, sys
 print("given:", [name for name in os.environ if "JOIN" in name or "LAUNCHER" in name])
+print("threads:", os.environ["OMP_NUM_THREADS"])
 if not sys.argv[1:]:
     run = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", "1", "train.py", "inner"]
     sys.exit(subprocess.run(run).returncode)
@@ -352,8 +387,10 @@ if not sys.argv[1:]:
 
 def test_a_job_that_a_learner_starts_is_a_job_of_its_own(tmp_path: Path) -> None:
     """It has not the secret of the outer job, nor its pipe to the launcher."""
-    with started(tmp_path, NESTED, "-np", "1", "--replace") as run:
+    unset = ["env", "-u", "OMP_NUM_THREADS"]
+    with started(tmp_path, NESTED, "-np", "1", "--replace", under=unset) as run:
         assert run.status() == 0
+    assert run.found(r"threads: (\d+)")[0] == str(len(os.sched_getaffinity(0)))
     (outer,), (inner,) = (
         run.found(rf"(?m)^{at}given: (.*)") for at in (r"\[0\] ", r"\[0\] \[0\] ")
     )

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import processes
-from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS, status_of_job
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS, is_failure, status_of_job
 from hvd_adpsgd.tools import build_horovod, run
 from hvd_adpsgd.tools.doctor.hosts import Host, read_hosts
 
@@ -32,6 +32,11 @@ from hvd_adpsgd.tools.doctor.hosts import Host, read_hosts
 )
 def test_status_of_a_job(ends: list[int], status: int) -> None:
     assert status_of_job(ends) == status
+
+
+def test_only_learners_that_have_failed_themselves_are_replaced() -> None:
+    """Not one that has left after SIGTERM."""
+    assert [is_failure(status) for status in (0, 75, 143, 1, 137)] == [False] * 3 + [True] * 2
 
 
 def test_the_build_of_horovod_knows_the_same_status() -> None:
