@@ -100,10 +100,10 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
 
 
 _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-# of each wrapped optimizer, the param_groups and the state that it shares with the plain one
-_shared: weakref.WeakKeyDictionary[Any, tuple[list[dict[str, Any]], Any]] = (
-    weakref.WeakKeyDictionary()
-)
+# of each wrapped optimizer, the plain one, and the param_groups and the state that they share
+_shared: weakref.WeakKeyDictionary[
+    Any, tuple[Callable[[], torch.optim.Optimizer | None], list[dict[str, Any]], Any]
+] = weakref.WeakKeyDictionary()
 
 
 def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], bool]) -> None:
@@ -134,21 +134,24 @@ def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], b
         ),
     ]
     _bound[optimizer] = hooks
-    _shared[wrapped] = optimizer.param_groups, optimizer.state
+    _shared[wrapped] = plain, optimizer.param_groups, optimizer.state
 
 
 def reunite(wrapped: Any) -> None:
-    """Put param_groups or a state that a script has set on the wrapped optimizer into the shared objects.
+    """Put param_groups or a state that a script has set on one of the two optimizers into the shared objects.
 
-    The script's groups stay the same objects; the list that holds them is the shared one again.
+    The script's groups stay the same objects; the list that holds them is the shared one again. What is set
+    on the wrapped optimizer comes first.
     """
-    groups, state = _shared.get(wrapped, (wrapped.param_groups, wrapped.state))
-    if wrapped.param_groups is not groups:
-        groups[:] = wrapped.param_groups
-        wrapped.param_groups = groups
-    if wrapped.state is not state:
-        _replace(state, wrapped.state)
-        wrapped.state = state
+    plain, groups, state = _shared.get(wrapped, (lambda: None, wrapped.param_groups, wrapped.state))
+    its = plain()
+    for one in (wrapped,) if its is None else (its, wrapped):
+        if one.param_groups is not groups:
+            groups[:] = one.param_groups
+            one.param_groups = groups
+        if one.state is not state:
+            _replace(state, one.state)
+            one.state = state
 
 
 def _refuse_plain_step(

@@ -125,7 +125,8 @@ def test_a_state_dict_taken_before_a_load_keeps_its_values() -> None:
     assert same(held(optimizer), objects)
 
 
-def test_groups_and_a_state_that_a_script_sets_are_shared_again() -> None:
+@pytest.mark.parametrize("which", [0, 1], ids=["plain", "wrapped"])
+def test_groups_and_a_state_that_a_script_sets_are_shared_again(which: int) -> None:
     """The plain optimizer's schedulers act on them."""
     plain, wrapped = used(), used()
     wrapped.param_groups, wrapped.state = plain.param_groups, plain.state
@@ -133,7 +134,8 @@ def test_groups_and_a_state_that_a_script_sets_are_shared_again() -> None:
     shared = plain.param_groups, plain.state
     given = [{**plain.param_groups[0], "lr": 7.0}]
     parameter = torch.nn.Parameter(torch.ones(1))
-    wrapped.param_groups, wrapped.state = given, {parameter: {"step": 1}}
+    one = (plain, wrapped)[which]
+    one.param_groups, one.state = given, {parameter: {"step": 1}}
     reunite(wrapped)
     assert wrapped.param_groups is plain.param_groups is shared[0]
     assert wrapped.state is plain.state is shared[1]
