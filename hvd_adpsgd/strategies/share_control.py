@@ -44,6 +44,7 @@ class Spent(NamedTuple):
         models: what they have moved, in models.
         compared: those in which the two models were compared.
         square: the sum of their squared distances.
+        shared: the part of `models` that went through memory of the host, which is no use of the link.
     """
 
     steps: int = 0
@@ -55,6 +56,7 @@ class Spent(NamedTuple):
     models: float = 0.0
     compared: int = 0
     square: float = 0.0
+    shared: float = 0.0
 
 
 class _Trial(NamedTuple):
@@ -114,6 +116,7 @@ class ShareControl:
         self.bits = 0
         self.element_nbytes = 4.0
         self._trial: _Trial | None = None
+        self._part = 1.0  # of the models, those over the link; while a trial lasts, as it began
         self._hold = 0
         self._wants = False  # fewer bits, in the last decision
         self._is_capped = False  # a peer wants a smaller share
@@ -159,7 +162,7 @@ class ShareControl:
         self._look(now.square - before.square, now.compared - before.compared)
         cost, link = self.overhead / self._bound / self.budget, self.demand / LINK / self.budget
         moved = now.models - before.models
-        each = max(cost, link) * seconds / moved if moved > 0 else math.nan
+        each = self._each(cost, link, moved, now, before) * seconds
         stays = self._chooses_bits and self._choose_bits(cost, link, each, exchanges > 0)
         if stays and cost <= 2**_QUIET:
             self.decisions += 1
@@ -170,6 +173,18 @@ class ShareControl:
             self._is_capped = self._level > most
             self._level = max(min(self._level, most), math.log2(FLOOR))
         return self.share
+
+    def _each(self, cost: float, link: float, moved: float, now: Spent, before: Spent) -> float:
+        """Return the pressure per model moved; NaN if no chunk was merged, or none over the link.
+
+        That of the link is per model over the link: of a few exchanges any part may be on the host.
+        """
+        linked = moved - (now.shared - before.shared)
+        if moved <= 0 or linked < moved / 1000:  # the two counters are not read at the same moment
+            return math.nan
+        if self._trial is None:
+            self._part = 1 - now.shared / now.models
+        return max(cost / moved, link * self._part / linked)
 
     def _look(self, square: float, compared: int) -> None:
         """Compare the distances of models with earlier ones, and set the part of the bounds that is spent."""
@@ -188,7 +203,7 @@ class ShareControl:
         Args:
             cost: the pressure of the overhead.
             link: that of the link.
-            each: the larger one, times seconds per model moved; NaN if no chunk was merged.
+            each: the larger one, times seconds per model moved, see `_each`.
             is_seen: whether an exchange has ended since the last decision.
         """
         if self._trial is not None:

@@ -154,6 +154,7 @@ class AutoShare:
             used.models,
             int(found["compared"]),
             found["square"],
+            found["bytes_shared"] / max(1, sum(part.nbytes for part in engine.memory.layout.parts)),
         )
         self._control.decide(totals)
         engine.move_share(self.share, self.bits)

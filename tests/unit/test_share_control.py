@@ -313,6 +313,23 @@ def test_bits_are_neither_tried_nor_kept_while_nothing_is_merged() -> None:
     assert decide(1.0) == 0, "it has gained nothing"
 
 
+def test_models_of_the_host_are_no_gain_of_few_bits() -> None:
+    """The link takes as long for a model as before; meanwhile exchanges on the host have moved many."""
+    control, spent = ShareControl(0.05, 1.0, chooses_bits=True), Spent()
+
+    def decide(shared: float) -> int:
+        nonlocal spent
+        more = Spent(8, 0.8, 0.0, 0.8, 0.8, 8, 1.0 + shared, shared=shared)
+        spent = Spent(*map(sum, zip(spent, more, strict=True)))
+        control.decide(spent)
+        return control.bits
+
+    while decide(1.0) == 0:
+        assert spent.steps < 200, "no trial"
+    decide(9.0)  # its exchanges may have begun before the trial
+    assert decide(9.0) == 0
+
+
 def test_a_peer_that_wants_less_is_no_reason_for_few_bits() -> None:
     plant = Plant(nbytes=1e7, model_s=1e-6, bits=True, bytes_per_s=MB)  # less than the link's use
     plant.steps(400)
@@ -398,11 +415,11 @@ class FakeEngine:
         self.shares: list[float] = []
         self.bits: list[int] = []
         self.found = dict.fromkeys(
-            ("chunks", "exchanges_active", "exchanges_passive", "compared"), 0
+            ("chunks", "exchanges_active", "exchanges_passive", "compared", "bytes_shared"), 0
         ) | {"busy_s": 0.0, "link_s": 0.0, "square": 0.0}
         self.cpu_s = 0.0
         own = type("Shard", (), {"turns": staticmethod(lambda: (1, 1)), "moves": None})
-        layout = type("Layout", (), {"nchunks": chunks, "element_nbytes": 4.0})
+        layout = type("Layout", (), {"nchunks": chunks, "element_nbytes": 4.0, "parts": ()})
         self.memory = type("Memory", (), {"layout": layout, "own": own})
 
     def counters(self) -> dict[str, float]:
