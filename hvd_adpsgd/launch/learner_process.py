@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -55,12 +55,10 @@ def main() -> int:
 
 def _serve(learner: subprocess.Popen[bytes], reads: int, mark: bytes) -> bool:
     """Pass on signals and reports until the learner ends; return whether the job has ended, or is to end."""
-    selector, is_over, numbers = selectors.DefaultSelector(), False, [0]
     ended = target = os.pidfd_open(learner.pid)  # target: the learner itself, below a shell
-    for fd in (0, reads, ended):
-        selector.register(fd, selectors.EVENT_READ)
+    files, is_over, numbers = [0, reads, ended], False, [0]
     while signal.SIGKILL not in numbers:
-        ready = {key.fd for key, _ in selector.select()}
+        ready, *_ = select.select(files, [], [])
         numbers = []
         if reads in ready:  # lines shorter than PIPE_BUF arrive whole
             for line in os.read(reads, 1 << 16).splitlines():
@@ -73,7 +71,7 @@ def _serve(learner: subprocess.Popen[bytes], reads: int, mark: bytes) -> bool:
             numbers = [int(number) for number in data.split()]
             is_over |= not {signal.SIGINT, signal.SIGTERM, signal.SIGKILL}.isdisjoint(numbers)
         else:
-            selector.unregister(0)
+            files.remove(0)
             numbers, is_over = [signal.SIGTERM], True
             signal.alarm(STOP_S)  # ends this process, so that the guard kills the learner
         for number in numbers:

@@ -165,7 +165,7 @@ def test_a_failed_super_learner_is_started_anew(
     assert found == [(str(i), text) for i, text in enumerate(each)]
 
 
-# What a learner is to the launcher. Learner 1 fails when learner 0 is known there, its mate ends; then HOW.
+# What a learner is to the launcher. Learner 1 fails before learner 0 is known, its mate ends; then HOW.
 FAILS_ANEW = """
 import os, signal, sys, time
 from pathlib import Path
@@ -173,11 +173,10 @@ from hvd_adpsgd.launch.processes import notify_launcher
 def wait_for(name):
     while not Path(name).exists():
         time.sleep(0.01)
-signal.signal(signal.SIGUSR1, lambda *_: Path("known").touch())
 anew = "HVD_ADPSGD_JOIN_AS" in os.environ
 rank = 1 if anew else int(os.environ["RANK"])
 super_rank = min(rank, 1)
-print("begun")
+rank == 0 and wait_for("failed")
 if not anew or "after it has joined" in "HOW":
     notify_launcher(super_rank=super_rank, listener="127.0.0.1:1", is_member=True)
 if anew:
@@ -185,7 +184,6 @@ if anew:
     "HOW" == "hangs" and signal.pause()
     sys.exit(3)
 if rank > 0:
-    wait_for("known")
     sys.exit(2 if rank == 1 else 75)
 wait_for("anew" if "HOW" == "hangs" else "end")
 """
@@ -198,13 +196,8 @@ def test_replacements_that_fail_or_hang_end(tmp_path: Path, how: str) -> None:
     program, setup = FAILS_ANEW.replace("HOW", how), "from hvd_adpsgd.tools.run import job\n"
     setup += "job.processes.LIVES_S = 0.0" if "long" in how else "job._START_S = 0.1"
     with started(tmp_path, program, "-np", "3", "--replace", setup=setup) as run:
-
-        def is_known() -> bool:
-            run.process.send_signal(signal.SIGUSR1)  # passed on to learners that have reported
-            return (tmp_path / "known").exists()
-
-        wait_for(lambda: run.found("begun"), "the launcher handles signals", LONGEST_S)
-        wait_for(is_known, "learner 0 is known", LONGEST_S)
+        wait_for(lambda: run.found("learner 1 on .* has ended"), "it has failed", LONGEST_S)
+        (tmp_path / "failed").touch()
         if "long" in how:
             many = ATTEMPTS + 1
             wait_for(lambda: len(run.found("is started anew")) == many, "again", LONGEST_S)

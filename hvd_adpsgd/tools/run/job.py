@@ -64,8 +64,9 @@ class Job:
         self._ssh, self._secret = ssh, secrets.token_hex(32) if replaces else ""
         self._mark = f"@{secrets.token_hex(16)} "  # of learners' reports; they do not know it
         self._running: list[asyncio.Task[None]] = []
-        # by rank, in the order of the ends: exit status, not of a learner whose replacement has joined
-        self._ends: dict[int, int] = {}
+        self._ends: dict[
+            int, int
+        ] = {}  # statuses by rank, in order; none where a replacement has joined
         self._attempts: Counter[int] = Counter()  # by super_rank
         self._status: int | None = None  # of a job that cannot start, or that a signal ends
 
@@ -80,10 +81,8 @@ class Job:
         self._start(self._learners, self._address)
         while self._running:
             await self._running.pop()
-        if self._status is not None:
-            return self._status
         failed = sorted(rank for rank, status in self._ends.items() if is_failure(status))
-        status = status_of_job(list(self._ends.values()))
+        status = self._status or status_of_job(list(self._ends.values()))
         if status == FAILED_STATUS and failed:
             say(f"learners {failed} have failed, others have trained to the end: status {status}.")
         return status
@@ -169,7 +168,10 @@ class Job:
         others = [each.rank for each in self._learners if each not in those]
         is_over = any(self._ends.get(rank) in (0, FAILED_STATUS) for rank in others)
         has_failed = any(is_failure(self._ends.get(each.rank, 0)) for each in those)
-        if is_over or not listeners or not has_failed or any(each.process for each in those):
+        if self._status or is_over or not has_failed or any(each.process for each in those):
+            return
+        if not listeners:  # their reports are under way
+            self._later(1.0, self._replace, super_rank)
             return
         self._attempts[super_rank] += 1
         if self._attempts[super_rank] > (most := processes.ATTEMPTS):
