@@ -361,6 +361,7 @@ def test_no_learner_outlives_the_shell_above_it(tmp_path: Path) -> None:
         os.kill(shell, signal.SIGKILL)
         assert run.status() == 128 + signal.SIGKILL
         wait_for(lambda: not is_running(learner), f"{learner} has ended", LONGEST_S)
+        assert is_running(child)  # as after the end of a learner; hvd.admit may have started it
         os.kill(child, signal.SIGKILL)
 
 
