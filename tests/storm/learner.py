@@ -161,7 +161,7 @@ class Learner:
         self.watch()
         # the gradient of `last` comes first, and is with Horovod by then
         self.model.weight.register_hook(lambda _: self.here("gradient"))
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=None)  # 0 may have left
         self.note("wrapped")
         self.epochs()
         self.note("trained", total=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
