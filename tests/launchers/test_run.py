@@ -412,6 +412,19 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def test_variables_of_this_host_do_not_go_to_others(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"  # in place of the real one: as if its last argument ran on another host
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec env -i PATH="$PATH" sh -c "$last"\n')
+    ssh.chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SSH_TTY": "here", "OF_THE_JOB": "all"}
+    program = (
+        'import os\nprint([os.environ.get(name) for name in ("SSH_TTY", "OF_THE_JOB", "RANK")])'
+    )
+    with started(tmp_path, program, "-H", "b.invalid:1", env=given) as run:
+        assert run.status() == 0
+    assert run.text == "[0] [None, 'all', '0']\n"
+
+
 def test_lines_keep_their_learner_and_their_stream(tmp_path: Path) -> None:
     """Also one of a progress bar, one without an end, and one longer than any buffer."""
     program = """
