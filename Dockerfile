@@ -27,7 +27,7 @@ RUN python3 -m venv $VIRTUAL_ENV
 ARG TORCH=torch==2.13.0
 RUN pip install --no-cache-dir ${TORCH}
 
-COPY dist/*.whl /tmp/dist/
+COPY dist/hvd_adpsgd-*.whl /tmp/dist/
 RUN wheel=$(echo /tmp/dist/*.whl) && pip install --no-cache-dir "${wheel}[all]" && rm -r /tmp/dist
 
 # Horovod is compiled for this torch and this Open MPI: minutes.

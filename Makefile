@@ -18,6 +18,7 @@ ARGS   ?=
 DIST   ?= dist
 
 EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*/*.pyx ext/hvd_adpsgd/*/*.pxd ext/c/*.c ext/c/*.h)
+LAB_SOURCES := lab/setup.py $(wildcard lab/ext/hvd_adpsgd_lab/*/*.pyx lab/ext/hvd_adpsgd_lab/*/*.pxd ext/hvd_adpsgd/*/*.pxd)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -37,9 +38,9 @@ help:  ## this list
 	@echo "                        without one the last value holds"
 	@echo "  ARGS='tests/unit -x'  arguments for pytest, the demo or the benchmark"
 
-venv: $(STAMPS)/extension $(STAMPS)/ready  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
+venv: $(STAMPS)/extension $(STAMPS)/laboratory $(STAMPS)/lab-editable $(STAMPS)/ready  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
 
-build: $(STAMPS)/extension  ## compile the extension if its sources changed
+build: $(STAMPS)/extension $(STAMPS)/laboratory  ## compile what changed in ext/ and lab/ext/
 
 test: venv $(STAMPS)/examples  ## the tests (8 minutes on two cores)
 	@echo "== test: pytest $(or $(ARGS),tests)"
@@ -69,52 +70,52 @@ real-speech: venv $(STAMPS)/examples  ## Czech speech of people (fetched by apt)
 	@$(PY) -m examples.real_speech.compare $(ARGS)
 
 compare: venv $(STAMPS)/examples  ## every strategy on the demo's task: word errors, figure (an hour)
-	@$(PY) -m examples.studies.compare $(ARGS)
+	@$(PY) -m lab.studies.compare $(ARGS)
 
 large-batch: venv $(STAMPS)/examples  ## the largest batch that each strategy tolerates (an hour or more)
-	@$(PY) -m examples.studies.large_batch $(ARGS)
+	@$(PY) -m lab.studies.large_batch $(ARGS)
 
 model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD and natural gradient (an hour or more)
-	@$(PY) -m examples.studies.model_averaging $(ARGS)
+	@$(PY) -m lab.studies.model_averaging $(ARGS)
 
 sharded-memory: venv  ## memory per learner, DDP and fully_shard inside, 51 M parameters (ten minutes)
-	@$(PY) -m examples.studies.sharded_memory $(ARGS)
+	@$(PY) -m lab.studies.sharded_memory $(ARGS)
 
 soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replaced: does anything grow?
-	@$(PY) -m examples.studies.soak $(ARGS)
+	@$(PY) -m lab.studies.soak $(ARGS)
 
 storm: venv  ## the simulator's fault scripts on real processes: is a promise broken? (ten minutes)
 	@$(PY) -m tests.storm $(or $(ARGS),--seeds 0 20)
 
 storm-on-hosts: venv $(STAMPS)/examples  ## an hour with a fault every 10 s, cut links among them; needs root
-	@$(PY) -m examples.studies.storm_on_hosts $(ARGS)
+	@$(PY) -m lab.studies.storm_on_hosts $(ARGS)
 
 tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
 	@$(PY) -m tests.tsan $(ARGS)
 
 virtual-time: venv  ## a small job on 4 processes and in virtual time: same curve, same speed? (minutes)
-	@$(PY) -m examples.studies.virtual_time $(ARGS)
+	@$(PY) -m lab.studies.virtual_time $(ARGS)
 
 moments: venv $(STAMPS)/examples  ## AdamW under gossip beside synchronous training, in virtual time (half an hour)
-	@$(PY) -m examples.studies.moments $(ARGS)
+	@$(PY) -m lab.studies.moments $(ARGS)
 
 claims: venv $(STAMPS)/examples  ## the papers' claims at 16 learners and more, in virtual time (hours; ARGS='batch' or 'straggler')
-	@$(PY) -m examples.studies.claims $(or $(ARGS),batch)
+	@$(PY) -m lab.studies.claims $(or $(ARGS),batch)
 
 goodput: venv $(STAMPS)/examples  ## samples and loss under failures and replacements, 128 super learners in virtual time (half an hour)
-	@$(PY) -m examples.studies.goodput $(ARGS)
+	@$(PY) -m lab.studies.goodput $(ARGS)
 
 averaging-at-size: venv $(STAMPS)/examples  ## model averaging with 16 and 32 learners, in virtual time (hours)
-	@$(PY) -m examples.studies.averaging_at_size $(ARGS)
+	@$(PY) -m lab.studies.averaging_at_size $(ARGS)
 
 claim: venv $(STAMPS)/examples  ## loss over wall time beside other libraries: slow, killed, thin links (3 hours; the links need root)
-	@$(PY) -m examples.studies.claim $(ARGS)
+	@$(PY) -m lab.studies.claim $(ARGS)
 
 simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (half an hour to an hour on two cores)
 	@$(PY) -m hvd_adpsgd simulate $(or $(ARGS),--seeds 0 1000000)
 
 simulate-mutants: venv  ## faults put into the engine on purpose: does the simulator find them? (ten minutes)
-	@$(PY) -m tests.simulation.mutants $(ARGS)
+	@$(PY) -m tests.lab.mutants $(ARGS)
 
 explore: venv  ## every interleaving of small jobs of real engines: is a promise broken? (minutes a job, for some much longer)
 	@$(PY) -m hvd_adpsgd simulate --explore $(ARGS)
@@ -124,12 +125,13 @@ bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(if $(ARGS),,$(PY) -m hvd_adpsgd bench step --straggler 0.5)
 
 bench-cluster: venv $(STAMPS)/examples  ## stragglers, and two hosts with a thin link (half an hour; the hosts need root)
-	@$(PY) -m examples.studies.cluster $(ARGS)
+	@$(PY) -m lab.studies.cluster $(ARGS)
 
 wheel: $(STAMPS)/wheel  ## dist/: an sdist, and from it a wheel for Python 3.11 and newer, checked
 	@rm -rf $(DIST)
 	@echo "== wheel: sdist, and a wheel made from it"
 	@$(PY) -m build --no-isolation --outdir $(DIST)/built .
+	@$(PY) -m build --no-isolation --outdir $(DIST)/built lab
 	@echo "== wheel: auditwheel (libmpi stays outside), abi3audit"
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --strip --exclude 'libmpi.so.*' --wheel-dir $(DIST) $(DIST)/built/*.whl
 	@$(VENV)/bin/abi3audit --strict $(DIST)/*.whl
@@ -149,7 +151,8 @@ docs: $(STAMPS)/docs  ## the documentation as a site, in out/site
 
 clean:  ## remove .venv and everything built (the Horovod in the user's cache stays)
 	rm -rf $(VENV) .venv.lock build dist *.egg-info hvd_adpsgd/*/*.so
-	rm -f $(patsubst %.pyx,%.c,$(wildcard ext/hvd_adpsgd/*/*.pyx))
+	rm -rf lab/build lab/*.egg-info lab/hvd_adpsgd_lab/*/*.so
+	rm -f $(patsubst %.pyx,%.c,$(wildcard ext/hvd_adpsgd/*/*.pyx lab/ext/hvd_adpsgd_lab/*/*.pyx))
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # --- the set-up, step by step ------------------------------------------------------------------------
@@ -206,7 +209,19 @@ $(STAMPS)/extension: $(EXT_SOURCES) $(STAMPS)/extension.given $(STAMPS)/editable
 	@$(LOCK) . $(STAMPS)/extension.given; $(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-$(STAMPS)/ready: | $(STAMPS)/extension
+# With other flags all its modules are compiled again; ext/ knows its own (setup.py).
+$(STAMPS)/laboratory: $(LAB_SOURCES) $(STAMPS)/extension.given | $(STAMPS)/extension
+	@echo "== build: compiling what changed in lab/ext/"
+	@$(LOCK) . $(STAMPS)/extension.given; again=$$([ ! $(STAMPS)/extension.given -nt $@ ] || echo --force); \
+	  cd lab && ../$(PY) setup.py --quiet build_ext --inplace $$again
+	@touch $@
+
+$(STAMPS)/lab-editable: lab/pyproject.toml $(STAMPS)/packages | $(STAMPS)/laboratory
+	@echo "== venv: installing the laboratory in place"
+	@$(LOCK) $(PIP) install --quiet --no-build-isolation --no-deps --editable lab
+	@touch $@
+
+$(STAMPS)/ready: | $(STAMPS)/extension $(STAMPS)/lab-editable
 	@touch $@
 	@echo "== venv: ready; source $(VENV)/bin/activate"
 

@@ -1,69 +1,54 @@
-"""The command `python -m hvd_adpsgd`: benchmarks, simulation, tables of a run, checks, the Horovod build."""
+"""The command `python -m hvd_adpsgd`: start a job, watch it, check the environment, build Horovod."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 from hvd_adpsgd import __version__
 
+# Command: its module, whose main() takes the arguments, and one line of help. Only the module of the command
+# is imported: build-horovod and doctor must run where requirements are missing.
+_COMMANDS = {
+    "run": ("hvd_adpsgd.tools.run", "start a job on one or several hosts, without MPI"),
+    "doctor": ("hvd_adpsgd.tools.doctor", "examine this environment, suggest cures"),
+    "top": ("hvd_adpsgd.tools.top", "a table of a run, while it lasts"),
+    "report": ("hvd_adpsgd.tools.report", "an HTML page of a run, from its record"),
+    "timeline": ("hvd_adpsgd.tools.timeline", "merge the timelines of all learners"),
+    "build-horovod": (
+        "hvd_adpsgd.tools.build_horovod",
+        "build Horovod 0.28.1 for the installed torch and MPI",
+    ),
+    "simulate": (
+        "hvd_adpsgd_lab.simulate",
+        "many engines in one process: replay a seed, plan a cluster (laboratory)",
+    ),
+    "bench": ("hvd_adpsgd_lab.bench", "measure exchanges or training steps (laboratory)"),
+}
+
 
 def main() -> int:
-    # build-horovod and doctor must run where requirements are missing: bench, which imports NumPy, comes last
-    if sys.argv[1:2] == ["build-horovod"]:
-        from hvd_adpsgd.tools import build_horovod
-
-        return build_horovod.main(sys.argv[2:])
-    if sys.argv[1:2] == ["doctor"]:
-        from hvd_adpsgd.tools import doctor
-
-        return doctor.main(sys.argv[2:])
-    if sys.argv[1:2] == ["run"]:
-        from hvd_adpsgd.tools import run
-
-        return run.main(sys.argv[2:])
-    if sys.argv[1:2] == ["simulate"]:
-        from hvd_adpsgd.tools import simulate
-
-        return simulate.main(sys.argv[2:])
-    if sys.argv[1:2] == ["top"]:
-        from hvd_adpsgd.tools import top
-
-        return top.main(sys.argv[2:])
-    if sys.argv[1:2] == ["report"]:
-        from hvd_adpsgd.tools import report
-
-        return report.main(sys.argv[2:])
-    if sys.argv[1:2] == ["timeline"]:
-        from hvd_adpsgd.tools import timeline
-
-        return timeline.main(sys.argv[2:])
-    return _measure()
-
-
-def _measure() -> int:
-    from hvd_adpsgd.tools import bench
-
     parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    bench.add_arguments(commands.add_parser("bench", help="measure exchanges or training steps"))
-    commands.add_parser(
-        "run", help="start a job on one or several hosts, without MPI", add_help=False
-    )
-    commands.add_parser("doctor", help="examine this environment, suggest cures", add_help=False)
-    commands.add_parser("top", help="a table of a run, while it lasts", add_help=False)
-    commands.add_parser("report", help="an HTML page of a run, from its record", add_help=False)
-    commands.add_parser("timeline", help="merge the timelines of all learners", add_help=False)
-    commands.add_parser(
-        "simulate",
-        help="many engines in one process: replay a seed, plan a cluster",
-        add_help=False,
-    )
-    commands.add_parser(
-        "build-horovod", help="build Horovod 0.28.1 for the installed torch and MPI", add_help=False
-    )
-    return bench.run(parser.parse_args())
+    for name, (_, told) in _COMMANDS.items():
+        commands.add_parser(name, help=told, add_help=False)
+    chosen = sys.argv[1:2]
+    if not (chosen and chosen[0] in _COMMANDS):  # for its help and its error
+        parser.parse_args(chosen)
+    module = _COMMANDS[chosen[0]][0]
+    try:
+        return int(importlib.import_module(module).main(sys.argv[2:]))
+    except ModuleNotFoundError as error:
+        if error.name != "hvd_adpsgd_lab":
+            raise
+        print(
+            f"{chosen[0]}: hvd_adpsgd_lab is not installed. Install the laboratory: "
+            f"python -m pip install hvd_adpsgd_lab=={__version__}",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from hvd_adpsgd_lab.learning import Task
 from torch import nn
 
 from examples.acoustic_model.speech import corpus
 from examples.acoustic_model.speech.model import Shape, make
-from hvd_adpsgd.simulation.learning import Task
 
 DATA = Path("out/speech/easy")
 LAYERS, HIDDEN = 1, 64

@@ -43,12 +43,19 @@ def checked_out(revision: str, folder: Path) -> Path:
     )
     subprocess.run(["tar", "-xf", "-"], cwd=tree, input=archive.stdout, check=True)
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=tree, check=True, stdout=subprocess.DEVNULL)
+    for folder in (tree, tree / "lab"):
+        if folder.exists():  # a revision without one has its benchmarks in the package
+            subprocess.run(build, cwd=folder, env=of(tree), check=True, stdout=subprocess.DEVNULL)
     return tree
 
 
+def of(tree: Path) -> dict[str, str]:
+    """The environment in which Python imports from a tree."""
+    return {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'lab'}"}
+
+
 def measured(tree: Path, benchmark: str) -> dict[str, Any]:
-    env = {**os.environ, "PYTHONPATH": str(tree)}
+    env = of(tree)
     command = [sys.executable, "-m", "hvd_adpsgd", "bench", *BENCHMARKS[benchmark], "--json"]
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode:

@@ -16,7 +16,7 @@ if REASON:
 
 def test_all_faults_are_played_and_nothing_is_left(tmp_path: Path) -> None:
     """The run is short; its driver then waits until the replacements have made a step."""
-    study = pytest.importorskip("examples.studies.storm_on_hosts")
+    study = pytest.importorskip("lab.studies.storm_on_hosts")
     faults = tmp_path / "faults.txt"
     faults.write_text("1 kill 2\n2 cut 0 3\n3 stop 1 30\n5 kill 1\n")
     words = ["--slots=3", "--minutes=0.1", "--calm=0.1", "--step=0.2", "--every=2"]

@@ -20,7 +20,7 @@ def test_a_quarter_of_a_minute_of_faults(tmp_path: Path) -> None:
     The seed's faults are an exit after 5.7 s and a segfault after 12.7 s.
     """
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "examples.studies.soak", "--minutes", "0.25", "--seed", "1540"]
+    command = [sys.executable, "-m", "lab.studies.soak", "--minutes", "0.25", "--seed", "1540"]
     command += ["--out", str(tmp_path / "soak")]
     env = environment({}, [QUICK])
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)

@@ -105,7 +105,7 @@ def test_one_learner_needs_no_launcher(speech, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("espeakng_loader") is None, reason="needs espeak-ng")
 def test_the_whole_script_in_small(tmp_path):
-    command = [sys.executable, "-m", "examples.studies.model_averaging", "--quick"]
+    command = [sys.executable, "-m", "lab.studies.model_averaging", "--quick"]
     for more in ([], ["--recall"]):
         subprocess.run(
             [*command, *more], cwd=tmp_path, env=environment({}), timeout=800, check=True
@@ -121,7 +121,7 @@ def test_the_whole_script_in_small(tmp_path):
 def large_batches(speech: Path, learners: int) -> torch.Tensor:
     """The same by hand: with a mean after every step, N minibatches are one, at N times the rate."""
     from examples.acoustic_model.speech.model import Shape, make
-    from examples.studies import averaging_learner as ours
+    from lab.studies import averaging_learner as ours
 
     layers = SIZES["layers"], SIZES["hidden"], 0, STATES
     model = make(Shape(*layers, inputs=40, kind="dnn", context=5))

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
+from hvd_adpsgd_lab.bench import with_slots
 
 from hvd_adpsgd import __main__ as commands
-from hvd_adpsgd.tools.bench import with_slots
 from tests.launcher import QUICK, environment
 
 pytestmark = pytest.mark.mpi

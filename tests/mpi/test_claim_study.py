@@ -11,7 +11,7 @@ import pytest
 for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "tqdm"):
     pytest.importorskip(needed)
 
-from examples.studies.claim import records, schemes  # noqa: E402
+from lab.studies.claim import records, schemes  # noqa: E402
 from tests.cluster.machines import unavailable  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def study(folder: Path, *words: str) -> list[records.Record]:
-    command = [sys.executable, "-m", "examples.studies.claim", "--quick", "--seeds", "0"]
+    command = [sys.executable, "-m", "lab.studies.claim", "--quick", "--seeds", "0"]
     command += ["--tasks", "text", "--seconds", "2", "--out", str(folder), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from examples.studies.disturbed import jobs, network, stragglers
+from lab.studies.disturbed import jobs, network, stragglers
 from tests.launcher import QUICK
 
 pytestmark = pytest.mark.mpi

@@ -1,6 +1,6 @@
 """The engine in lock step against theory: mixing matrices, and contraction laws over many rounds.
 
-Engines that run freely: tests/simulation/test_free_contraction.py, where time is virtual.
+Engines that run freely: tests/lab/test_free_contraction.py, where time is virtual.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from examples.studies import sharded_memory
+from lab.studies import sharded_memory
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]
 

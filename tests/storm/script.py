@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from hvd_adpsgd.simulation.chance import Chance
-from hvd_adpsgd.simulation.scenario import Fault as Drawn
-from hvd_adpsgd.simulation.scenario import Scenario
+from hvd_adpsgd_lab.simulation.chance import Chance
+from hvd_adpsgd_lab.simulation.scenario import Fault as Drawn
+from hvd_adpsgd_lab.simulation.scenario import Scenario
 
 EPOCH = 5  # steps between two checkpoints
 KINDS = {  # of the simulator, and ours

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 from examples.acoustic_model import train
 from examples.acoustic_model.speech import figure, launch, strategy, sweep
 from examples.acoustic_model.speech.problem import Problem
-from examples.studies import compare, large_batch
+from lab.studies import compare, large_batch
 
 NAN, INF = math.nan, math.inf
 

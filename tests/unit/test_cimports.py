@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-EXT = Path(__file__).parents[2] / "ext" / "hvd_adpsgd"
+ROOT = Path(__file__).parents[2]
+EXT = ROOT / "ext" / "hvd_adpsgd"
+LAB = ROOT / "lab" / "ext" / "hvd_adpsgd_lab"
 # Each may cimport what stands before it.
 ORDER = (
     "kernels",
@@ -54,7 +56,7 @@ def allowed(module: str, cimported: str) -> bool:
 
 def belongs(package: str, cimported: str) -> bool:
     """The simulation cimports itself and the engine; other packages nothing of ours."""
-    mine = (f"hvd_adpsgd.{package}.", "hvd_adpsgd.engine.") if package == "simulation" else ()
+    mine = ("hvd_adpsgd_lab.simulation.", "hvd_adpsgd.engine.") if package == "simulation" else ()
     return not cimported.startswith("hvd_adpsgd") or cimported.startswith(mine)
 
 
@@ -62,7 +64,9 @@ def test_the_order_has_every_module() -> None:
     assert {path.stem for path in EXT.glob("engine/*.p[xy]*")} - {"__init__"} == set(ORDER)
 
 
-@pytest.mark.parametrize("path", sorted(EXT.rglob("*.p[xy]*")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted([*EXT.rglob("*.p[xy]*"), *LAB.rglob("*.p[xy]*")]), ids=lambda p: p.name
+)
 def test_cimports_point_one_way(path: Path) -> None:
     found = cimports(path.read_text())
     if path.parent.name == "engine":
@@ -88,7 +92,7 @@ def test_only_the_clock_reads_the_time() -> None:
     """Others ask the clock that the engine is handed; a thread's CPU time is not the time."""
     reads = {
         (path.stem, what)
-        for path in EXT.rglob("*.pyx")
+        for path in [*EXT.rglob("*.pyx"), *LAB.rglob("*.pyx")]
         for what in re.findall(
             r"^ .*\b(?:clock_gettime\((CLOCK_\w+)|(gettimeofday|time)\()", path.read_text(), re.M
         )

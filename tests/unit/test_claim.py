@@ -21,10 +21,10 @@ for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "
 import torch
 
 from examples.acoustic_model.speech.problem import Problem
-from examples.studies.claim import (
+from lab.studies.claim import (
     __main__ as script,
 )
-from examples.studies.claim import (
+from lab.studies.claim import (
     evaluation,
     learners,
     picture,
@@ -36,9 +36,9 @@ from examples.studies.claim import (
     tasks,
     train,
 )
-from examples.studies.claim.curves import Point, at_samples, last_until, time_to, told
-from examples.studies.claim.recorder import Recorder, copied, copy_file, log_file, start_file
-from examples.studies.claim.records import Key, Record
+from lab.studies.claim.curves import Point, at_samples, last_until, time_to, told
+from lab.studies.claim.recorder import Recorder, copied, copy_file, log_file, start_file
+from lab.studies.claim.records import Key, Record
 
 DEADLINE_S = 120
 CURVE = [Point(1, 10, 4.0), Point(10, 100, 3.0), Point(100, 1000, 2.0)]

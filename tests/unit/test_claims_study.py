@@ -11,7 +11,7 @@ import pytest
 from examples.acoustic_model import virtual_time
 from examples.acoustic_model.speech.problem import Problem
 from examples.acoustic_model.virtual_time import Recipe
-from examples.studies import claims, runs
+from lab.studies import claims, runs
 
 
 class Split:

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from examples.acoustic_model.speech.problem import Problem
-from examples.studies.disturbed import jobs, network, picture, stragglers, surface
+from lab.studies.disturbed import jobs, network, picture, stragglers, surface
 
 # ---- jobs
 
@@ -60,7 +60,7 @@ def test_a_command_that_fails_or_takes_too_long_is_a_problem(script, deadline_s,
 
 def test_options_become_words(tmp_path):
     words = jobs.learner("x", {"block_s": 2, "sizes": (1, 2)}, tmp_path / "told")
-    assert words[1:3] == ["-m", "examples.studies.disturbed.x"]
+    assert words[1:3] == ["-m", "lab.studies.disturbed.x"]
     assert words[3:] == ["--block-s", "2", "--sizes", "1", "2", "--out", str(tmp_path / "told")]
 
 
@@ -139,7 +139,7 @@ def test_undisturbed_blocks_come_first_and_last():
 
 @pytest.mark.parametrize("model", network.MODELS)
 def test_models_have_their_size(model):
-    from examples.studies.disturbed import far_learner
+    from lab.studies.disturbed import far_learner
 
     sizes = network.sizes(model)
     assert network.count(sizes) == pytest.approx(network.MODELS[model], rel=2e-3)
@@ -208,7 +208,7 @@ def test_curves_are_compared_where_all_have_a_copy():
 
 
 def test_samples_are_new_for_every_learner_and_step_and_the_same_again():
-    from examples.studies.disturbed import far_learner
+    from lab.studies.disturbed import far_learner
 
     task, again = (far_learner.Task(16, 10, 3) for _ in range(2))
     first = task.samples(4, 1, 0)
@@ -218,7 +218,7 @@ def test_samples_are_new_for_every_learner_and_step_and_the_same_again():
 
 
 def test_bytes_on_the_wire_are_those_sent_by_all_but_the_loopback():
-    from examples.studies.disturbed import far_learner
+    from lab.studies.disturbed import far_learner
 
     text = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs
@@ -241,7 +241,7 @@ def test_pictures_are_drawn(tmp_path):
 
 
 def test_the_script_tells_what_it_does():
-    command = [sys.executable, "-m", "examples.studies.cluster"]
+    command = [sys.executable, "-m", "lab.studies.cluster"]
     told = subprocess.run(
         [*command, "--help"], capture_output=True, text=True, timeout=120, cwd=ROOT
     )

@@ -150,7 +150,9 @@ COMMAND = re.compile(r"python -m hvd_adpsgd ([a-z-]+)([^`#|\n]*)")
 @functools.cache
 def sources_of(command: str) -> str:
     """Sources of a command, in which its options stand."""
-    here = ROOT / "hvd_adpsgd" / "tools" / command.replace("-", "_")
+    of_lab = command in ("simulate", "bench")
+    folder = ROOT / ("lab/hvd_adpsgd_lab" if of_lab else "hvd_adpsgd/tools")
+    here = folder / command.replace("-", "_")
     sources = here.rglob("*.py") if here.is_dir() else [here.with_suffix(".py")]
     return "".join(source.read_text() for source in sources)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.acoustic_model.speech.problem import Problem
-from examples.studies import averaging_at_size, goodput
+from lab.studies import averaging_at_size, goodput
 
 
 def one(scheme: str, rate: float, seed: int = 0, **found: Any) -> dict[str, Any]:

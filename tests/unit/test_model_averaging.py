@@ -21,8 +21,8 @@ from examples.acoustic_model import train
 from examples.acoustic_model.speech import launch, sweep
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import Problem
-from examples.studies import averaging_learner as learner
-from examples.studies import model_averaging as script
+from lab.studies import averaging_learner as learner
+from lab.studies import model_averaging as script
 
 # ---- train.py
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.studies import moments
+from lab.studies import moments
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def test_only_equal_seeds_are_compared() -> None:
 @pytest.mark.extended
 def test_a_second_call_trains_what_is_missing(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "examples.studies.moments", "--n", "2", "--steps", "2", "--seeds", "2",
+        sys.executable, "-m", "lab.studies.moments", "--n", "2", "--steps", "2", "--seeds", "2",
         "--rates", "0.01", "--out", str(tmp_path),
     ]  # fmt: skip
     first, second = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation import mutants as simulated
+from tests.lab import mutants as simulated
 from tests.tsan import __main__ as tsan
 
 

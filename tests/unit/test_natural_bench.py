@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("horovod.torch")
 
-from examples.studies import natural
+from lab.studies import natural
 
 
 def test_learners_take_the_mean():

@@ -8,12 +8,12 @@ import sys
 import types
 
 import pytest
+from hvd_adpsgd_lab import bench
 
 from hvd_adpsgd.__main__ import main
 from hvd_adpsgd.errors import MissingRequirementError
 from hvd_adpsgd.launch.communicators import load_mpi
 from hvd_adpsgd.launch.deadline import Deadline
-from hvd_adpsgd.tools import bench
 
 
 @pytest.mark.parametrize(

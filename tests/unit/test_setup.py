@@ -30,7 +30,7 @@ def tree(tmp_path_factory) -> Path:
     built = shutil.ignore_patterns("*.so", "__pycache__")
     for folder in ("hvd_adpsgd", "ext"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=built)
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "NOTICE", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree)
     return tree
@@ -108,7 +108,7 @@ def imported(path: Path) -> set[str]:
 
 def test_what_training_imports_is_a_dependency():
     """Torch, and what runs inside super learners, are there already; views and integrations are extras."""
-    extras = {"integrations", "tools", "simulation"}
+    extras = {"integrations", "tools"}
     of_views = {"starlette", "uvicorn", "prometheus_client", "h11"}
     found = {"hvd_adpsgd": set()}
     for path in sorted((ROOT / "hvd_adpsgd").rglob("*.py")):

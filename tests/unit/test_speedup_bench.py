@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("horovod.torch")
 
-from examples.studies import speedup
+from lab.studies import speedup
 
 
 @pytest.mark.parametrize(

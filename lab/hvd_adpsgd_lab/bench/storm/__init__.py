@@ -1,0 +1,234 @@
+"""Benchmark of jobs under a schedule of faults: kills with replacement, stops, slow learners.
+
+Run by `python -m hvd_adpsgd bench storm`. A job of n learners trains a small GPT on text. Each learner is a
+process in a slot; when one is killed, a supervisor starts another in its slot. The same schedule is played
+on each library, after a run without faults. Begin with `schedule` (the text format), `driver` (what plays
+it), `training` (a learner's loop) and `report` (what is counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from hvd_adpsgd.errors import ConfigError, LaunchError
+from hvd_adpsgd_lab.bench import machine, programs_path, require_at_least
+from hvd_adpsgd_lab.bench.storm import schedule
+from hvd_adpsgd_lab.bench.storm.schedule import Fault
+
+if TYPE_CHECKING:
+    from hvd_adpsgd_lab.bench.storm.jobs import Job
+
+__all__ = ["SCHEMES", "measure"]
+
+SCHEMES = ("hadpsgd", "torchft_diloco", "torchft_local_sgd", "horovod")
+_LEAST = {
+    "slots": 2, "minutes": 0.1, "calm": 0.1, "step": 0.01, "admit_every": 1, "checkpoint_every": 1,
+    "width": 32, "layers": 1, "every": 1.0, "kills": 0.0, "stops": 0.0, "slows": 0.0, "cuts": 0.0,
+}  # fmt: skip
+_LENGTH, _BATCH, _RATE = 64, 8, 2e-3  # bytes of a sequence, sequences of a step, rate of AdamW
+_BIN_S, _BINS = 30.0, 10  # of participation over time: length, and the least number of a short run
+
+
+def measure(args: argparse.Namespace, made: Callable[..., Job] | None = None) -> dict[str, Any]:
+    """Return what each scheme has shown; for a scheme that is missing or fails, the reason.
+
+    Args:
+        args: options of `bench storm`, with their defaults in tools/bench/__init__.py. Minutes are
+            minutes, --step and --every are seconds, --kills, --stops, --slows and --cuts are per hour.
+        made: makes a job, see jobs.job_of, the default.
+
+    Raises:
+        ConfigError: for an unknown scheme, a schedule that cannot be read, or an argument out of range.
+    """
+    _require(args)
+    faults = faults_of(args)
+    folder = Path(args.out or tempfile.mkdtemp(prefix="hvd_adpsgd_storm.")).resolve()
+    for ends in (signal.SIGTERM, signal.SIGHUP):  # raise SystemExit, so that learners are ended
+        signal.signal(ends, _end)
+    result = _head(args, faults)
+    reports: dict[str, dict[str, Any]] = {}
+    try:
+        for scheme in args.schemes:
+            reason = missing(scheme)
+            if not reason:
+                try:
+                    reports[scheme] = _measured(scheme, args, faults, folder / scheme, made)
+                except LaunchError as error:
+                    reason = str(error)
+            result[scheme] = reason or reports[scheme]
+            _say(f"{scheme}: {reason or _line(reports[scheme])}")
+    finally:
+        if not args.out:
+            shutil.rmtree(folder, ignore_errors=True)
+    if args.predict:
+        result |= _predicted(args, faults, reports.get("hadpsgd"))
+    if args.picture and reports:
+        from hvd_adpsgd_lab.bench.storm import picture
+
+        played = [fault for fault in faults if made or fault.kind != "cut"]
+        picture.draw(reports, played, args.picture)
+    if not args.json:
+        result |= {
+            name: {k: v for k, v in r.items() if k != "curves"} for name, r in reports.items()
+        }
+    return result | {"machine": machine()}
+
+
+def _require(args: argparse.Namespace) -> None:
+    if unknown := [name for name in args.schemes if name not in SCHEMES]:
+        raise ConfigError(
+            f"--schemes {' '.join(unknown)}: unknown. Pass some of {', '.join(SCHEMES)}."
+        )
+    require_at_least(_LEAST, vars(args))
+    if args.width % 32:
+        raise ConfigError(
+            f"--width {args.width}: allowed are multiples of 32, the width of a head. Pass one."
+        )
+    if args.reference and not Path(args.reference).is_dir():
+        raise ConfigError(
+            f"--reference {args.reference}: no such folder. Pass the --out of a run of bench storm."
+        )
+
+
+def faults_of(args: argparse.Namespace) -> list[Fault]:
+    """Return the faults that the options ask for, at slots that are there."""
+    seconds = 60 * args.minutes
+    if args.schedule == "drawn":
+        rates = {"kill": args.kills, "stop": args.stops, "slow": args.slows, "cut": args.cuts}
+        return schedule.drawn(args.seed, args.slots, seconds, rates)
+    return schedule.played(schedule.named(args.schedule), args.slots, seconds)
+
+
+def missing(scheme: str) -> str:
+    """Return why a scheme cannot run here; "" if it can."""
+    if scheme.startswith("torchft") and importlib.util.find_spec("torchft") is None:
+        return "not installed: pip install torchft"
+    if scheme == "horovod" and shutil.which("horovodrun", path=programs_path()) is None:
+        return "no horovodrun: python -m hvd_adpsgd build-horovod"
+    return ""
+
+
+def _head(args: argparse.Namespace, faults: Sequence[Fault]) -> dict[str, Any]:
+    told = {
+        "slots": args.slots,
+        "minutes": args.minutes,
+        "schedule": args.schedule,
+        "seed": args.seed,
+    }
+    counts = ", ".join(f"{n} {kind}" for kind, n in schedule.counted(faults).items())
+    if args.schedule not in ("drawn", "none"):
+        most = max((fault.slot for fault in schedule.named(args.schedule)), default=0)
+        if most >= args.slots:
+            told["targets"] = f"modulo {args.slots}: the schedule has slots up to {most}"
+    return {**told, "faults": counts or "none"}
+
+
+def _measured(
+    scheme: str, args: argparse.Namespace, faults: Sequence[Fault], folder: Path,
+    made: Callable[..., Job] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run one scheme without faults, unless --reference has such a run, and with faults; compare."""
+    calm = _reference(scheme, args)
+    if calm is None:
+        calm = _run(scheme, args, [], args.calm, folder / "calm", made)
+    storm = _run(scheme, args, faults, args.minutes, folder / "storm", made)
+    return _beside(storm, calm, min(_BIN_S, 60 * args.minutes / _BINS))
+
+
+def _beside(storm: dict[str, Any], calm: dict[str, Any], bin_s: float) -> dict[str, Any]:
+    from hvd_adpsgd_lab.bench.storm import report
+
+    curves = {
+        "participation": report.participation_over_time(
+            storm.pop("run"), calm["exchanges_per_living_s"], bin_s
+        ),
+        "loss": storm.pop("losses"),
+        "calm_loss": calm["losses"],
+    }
+    return {**report.compared(storm, calm), "curves": curves}
+
+
+def _reference(scheme: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    file = Path(args.reference) / scheme / "calm" / "summary.json"
+    if not args.reference or not file.is_file():
+        return None
+    kept = dict(json.loads(file.read_text()))
+    if kept["settings"] != _comparable(_settings(scheme, args, file.parent)):
+        raise ConfigError(
+            f"--reference {args.reference}: its run of {scheme} has other settings, {kept['settings']}. "
+            "Pass the same options, or leave --reference out."
+        )
+    return kept
+
+
+def _run(
+    scheme: str, args: argparse.Namespace, faults: Sequence[Fault], minutes: float, folder: Path,
+    made: Callable[..., Job] | None,
+) -> dict[str, Any]:  # fmt: skip
+    from hvd_adpsgd_lab.bench.storm import driver, evaluation, jobs, report
+
+    if folder.exists():
+        shutil.rmtree(folder)
+    settings = _settings(scheme, args, folder)
+    _say(f"{scheme}, {folder.name}: {minutes:g} minutes, in {folder}")
+    driver.perform(settings, faults, 60 * minutes, made or jobs.job_of)
+    run = report.Run.of(folder, args.slots)
+    losses = evaluation.losses(settings, 60 * minutes)
+    found = report.summary(run, is_redone=scheme == "horovod")
+    found |= {
+        "loss": losses[-1][1] if losses else None,
+        "jump": report.jump(losses),
+        "losses": losses,
+    }
+    kept = {"settings": _comparable(settings), "minutes": minutes, **found}
+    (folder / "summary.json").write_text(json.dumps(kept, indent=1) + "\n")
+    return found | {"run": run}
+
+
+def _settings(scheme: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    return {
+        "scheme": scheme, "slots": args.slots, "folder": str(folder), "step_s": args.step,
+        "admit_every": args.admit_every, "checkpoint_every": args.checkpoint_every,
+        "width": args.width, "layers": args.layers, "length": _LENGTH, "batch": _BATCH,
+        "rate": _RATE, "seed": args.seed, "every_s": args.every,
+    }  # fmt: skip
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in settings.items() if k not in ("folder", "lighthouse")}
+
+
+def _predicted(
+    args: argparse.Namespace, faults: Sequence[Fault], measured: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    from hvd_adpsgd_lab.bench.storm import predict
+
+    return {
+        "predicted": predict.predicted(args, _settings("hadpsgd", args, Path()), faults, measured)
+    }
+
+
+def _line(report: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {report[name]:.3g}"
+        for name in ("steps_kept", "participation", "kill_to_step_s")
+        if report[name] is not None
+    )
+
+
+def _say(text: str) -> None:
+    print(f"bench storm: {text}", file=sys.stderr, flush=True)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)

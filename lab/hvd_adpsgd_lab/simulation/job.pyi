@@ -1,0 +1,96 @@
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hvd_adpsgd.engine.loop import Loop
+from hvd_adpsgd_lab.simulation.network import Network
+
+class LocalUpdates(Protocol):
+    def update(self, process: int, step: int) -> None: ...
+    def after_corrections(self, process: int) -> None: ...
+    def before_round(self, process: int) -> None: ...
+    def after_round(self, process: int) -> None: ...
+    def before_pause(self, process: int) -> None: ...
+    def after_pause(self, process: int) -> None: ...
+    def gives(self, process: int) -> None: ...
+    def joins(self, process: int) -> None: ...
+
+class Job:
+    met: dict[str, int]
+    happened: int
+    halted: bool
+    leave_deadline_s: float
+    steer: Callable[[Job, int], object] | None
+    story: list[tuple[float, int, str]] | None
+    timeline: list[tuple[int, int | str, float, float, dict[str, Any]]] | None
+    def __init__(
+        self,
+        network: Network,
+        seed: int,
+        slack: float = 8.0,
+        tables: Sequence[Any] | None = None,
+        period: int = 1,
+        means: str | None = None,
+        after: bool = False,
+        warm_up: int = 0,
+        detect_s: float = 0.5,
+        still: bool = False,
+        look_s: float = 1e-3,
+        checks: bool = True,
+        trace: bool = False,
+        chunk_s: float = 0.0,
+        max_staleness: int = 0,
+        reports_s: float = 0.0,
+        exchange_share: float = 1.0,
+        local: LocalUpdates | None = None,
+        rare: Sequence[int] = (),
+        rare_period: int = 1,
+        prefer: float = 0.0,
+        every: int = 1,
+        aims: bool = False,
+    ) -> None: ...
+    def add(
+        self,
+        schedule: Any,
+        weight: float,
+        rate: float,
+        offered_only: bool,
+        model: Any,
+        later: int,
+        dtype: int,
+        wire_type: int,
+        lane_nbytes: int,
+        steps: int,
+        step_s: float,
+        spread: float,
+        node_s: float,
+        deadline_s: float,
+        leave_deadline_s: float,
+    ) -> None: ...
+    def share(self, hosts: Sequence[int], lane_nbytes: int, shown: bool = False) -> None: ...
+    def expect(
+        self,
+        plan: Callable[[Sequence[int], int], Sequence[Any]],
+        model: Callable[[int, int], Any] | None = None,
+        most: int = 1,
+        own_steps: bool = False,
+    ) -> None: ...
+    def strike(self, at: float, kind: str, who: int, *arguments: Any) -> None: ...
+    def run(self, seconds: float, limit: int = 2000000) -> None: ...
+    def run_for(self, seconds: float) -> None: ...
+    def covering(self) -> dict[tuple[str, str], int]: ...
+    def describe(self) -> str: ...
+    def summary(self) -> dict[str, Any]: ...
+    def exchanges_of(self) -> list[int]: ...
+    def staleness(self) -> list[int]: ...
+    def traffic(self) -> list[tuple[int, int, int]]: ...
+    def model(self, i: int) -> Any: ...
+    def seat_of(self, process: int) -> int: ...
+    def arrivals(self, i: int) -> tuple[float, float]: ...
+    def is_running(self, process: int) -> bool: ...
+    def loop_of(self, i: int) -> Loop: ...
+    @property
+    def living(self) -> int: ...
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def network(self) -> Network: ...

@@ -1,0 +1,202 @@
+"""Runs what is missing, in turns, and reports all runs."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from examples.acoustic_model import prepare_data
+from examples.acoustic_model.speech import launch, sweep
+from examples.acoustic_model.speech.problem import Problem
+from lab.studies.disturbed import jobs
+
+from . import evaluation, learners, picture, records, schemes, situations, table, tasks
+from .records import Key, Record
+from .situations import SITUATIONS
+
+__all__ = ["perform", "turns"]
+
+
+def turns(options: argparse.Namespace) -> Iterator[Key]:
+    """Yield all runs: those of a task, situation and seed together, in another order for each seed."""
+    for seed, task, situation in itertools.product(options.seeds, options.tasks, options.only):
+        first = seed % len(options.schemes)
+        for scheme in options.schemes[first:] + options.schemes[:first]:
+            yield Key(task, situation, scheme, seed)
+
+
+def perform(options: argparse.Namespace) -> None:
+    """Run what is missing, and write table and pictures.
+
+    Raises:
+        Problem: after all other runs, if a run has failed.
+    """
+    data = Path("out/speech/easy") if options.speech is None else options.speech
+    if "speech" in options.tasks and not options.table:
+        data, _ = prepare_data.named("easy", options.quick, options.speech)
+    named = {name: tasks.named(name, options.quick, data) for name in options.tasks}
+    absent = reasons(options)
+    file = options.out / "runs.jsonl"
+    failures: dict[table.Place, str] = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that learners end with the study
+        signal.signal(number, _end)
+    if not options.table:
+        with learners.Hosts() as hosts:
+            failures = _train(options, named, data, absent, hosts, file)
+    its = wanted(records.load(file), named, options)
+    absent |= failures
+    text = report(options, its, absent)
+    (options.out / "table.md").write_text(text + "\n")
+    for across, name in (("seconds", "claim.png"), ("samples", "claim_samples.png")):
+        picture.draw(its, absent, options.tasks, options.only, options.out / name, across)
+    print(f"\n{text}\n\n{options.out}: runs.jsonl, table.md, claim.png, claim_samples.png")
+    if failures:
+        raise Problem(f"{len(failures)} runs failed; start again to repeat them")
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def reasons(options: argparse.Namespace) -> dict[table.Place, str]:
+    """Return why runs are not possible on this machine, by task, situation and scheme."""
+    found: dict[table.Place, str] = {}
+    no_hosts = learners.no_hosts()
+    for place in itertools.product(options.tasks, options.only, options.schemes):
+        _, situation, scheme = place
+        why = schemes.missing(scheme) or (no_hosts if SITUATIONS[situation].rate else None)
+        if why:
+            found[place] = why
+    return found
+
+
+def settings(task: tasks.Task, scheme: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a run depends on besides its key."""
+    common = {"seconds": options.seconds, "learners": situations.LEARNERS}
+    return {**task.settings, **common, **schemes.settings(scheme, task.outer)}
+
+
+def wanted(
+    found: Sequence[Record], named: dict[str, tasks.Task], options: argparse.Namespace
+) -> list[Record]:
+    """Return the runs that belong to the options."""
+    keys = {key: settings(named[key.task], key.scheme, options) for key in turns(options)}
+    return [record for record in found if record.settings == keys.get(record.key)]
+
+
+def _train(
+    options: argparse.Namespace, named: dict[str, tasks.Task], data: Path,
+    absent: Mapping[table.Place, str], hosts: learners.Hosts, file: Path,
+) -> dict[table.Place, str]:  # fmt: skip
+    """Run all that is missing; return why runs have failed, by task, situation and scheme."""
+    done = wanted(records.load(file), named, options)
+    there = {record.key for record in done}
+    possible = [key for key in turns(options) if key.place not in absent]
+    missing = [key for key in possible if key not in there]
+    took = [record.took_s for record in done]
+    failures: dict[table.Place, str] = {}
+    print(f"{len(possible)} runs, {len(possible) - len(missing)} finished before", flush=True)
+    for place, key in enumerate(missing):
+        what = f"{key.task}, {SITUATIONS[key.situation].title}, {schemes.TITLES[key.scheme]}"
+        left = sweep.left(took, len(missing) - place)
+        print(f"-- {what}, seed {key.seed}; {left}", flush=True)
+        try:
+            record = one(key, named[key.task], options, data, hosts)
+        except Problem as problem:
+            print(f"   failed: {problem}", flush=True)
+            failures[key.place] = f"failed: {str(problem).splitlines()[0]}"
+            continue
+        records.append(file, record)
+        took.append(record.took_s)
+        print(f"   {described(record)}", flush=True)
+    return failures
+
+
+def described(record: Record) -> str:
+    """Return the line on a run that is done."""
+    end = record.curve[-1] if record.curve else None
+    loss = f"held-out loss {end.loss:.3f} after {end.samples:.0f} samples" if end else "no copy"
+    ended = f", ended after {record.ended_s:.0f} s" if record.ended_s is not None else ""
+    return f"{loss}{ended} ({record.took_s:.0f} s)"
+
+
+def one(
+    key: Key, task: tasks.Task, options: argparse.Namespace, data: Path, hosts: learners.Hosts
+) -> Record:
+    """Train once, and evaluate the copies.
+
+    Raises:
+        Problem: if a job fails, other than by a learner that is killed on purpose.
+    """
+    began = time.monotonic()
+    situation, folder = SITUATIONS[key.situation], options.out / "run"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    folder.mkdir(parents=True)
+    cluster = hosts.shaped(situation.rate) if situation.rate else None
+    words = ["--task", key.task, "--scheme", key.scheme, "--seed", str(key.seed)]
+    words += ["--slow", str(situation.slow)] if situation.slow > 1 else []
+    kill_s = situations.kill_s(situation, options.seconds)
+    words += ["--kill", str(kill_s)] if kill_s else []
+    words += ["--quick"] * options.quick
+    times = situations.times(options.seconds)
+    command = learners.command(folder, data, times, words)
+    with learners.Job(key.scheme, command, folder, cluster) as job:
+        ended_s = job.run(len(times) - 1, times[-1])
+    if ended_s is not None and ended_s < (kill_s or times[-1]):
+        log = jobs.tail(folder / "log.txt")
+        raise Problem(f"the job ended after {ended_s:.0f} s of {times[-1]:.0f} s\n{log}")
+    torch.set_num_threads(prepare_data.usable_cores())
+    points = evaluation.curve(folder, task, times)
+    shutil.rmtree(folder)
+    if ended_s is not None:
+        # a learner may fail later than the first one, and copy its model until then
+        points = [point for point in points if point.seconds <= ended_s]
+    told = settings(task, key.scheme, options)
+    return Record(key, told, points, ended_s, time.monotonic() - began)
+
+
+def report(
+    options: argparse.Namespace, its: Sequence[Record], absent: Mapping[table.Place, str]
+) -> str:
+    """Return table, goals, machine and command as Markdown."""
+    found = table.rows(its, options.seconds)
+    goals = [table.goal(found, t, s) for t, s in itertools.product(options.tasks, options.only)]
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in (launch.versions() | {"torchft": schemes.torchft()}).items()
+    )
+    words = " ".join(["python -m lab.studies.claim", *sys.argv[1:]])
+    return "\n".join([
+        table.table(found, absent, options.tasks, options.only, options.schemes),
+        "",
+        f"T = {options.seconds:g} s; {situations.LEARNERS} learners; seeds: {len(options.seeds)}. Mean ± "
+        "half of a 95 % interval over seeds (Student's t).",
+        "",
+        *filter(None, goals),
+        "",
+        f"{machine()}; {versions}",
+        "",
+        f"    {words}",
+    ])  # fmt: skip
+
+
+def machine() -> str:
+    """Return the processor and the number of usable cores."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{prepare_data.usable_cores()} of {os.cpu_count()} cores, {model}, Linux"
