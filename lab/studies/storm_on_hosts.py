@@ -29,10 +29,10 @@ from hvd_adpsgd_lab.bench import storm
 from hvd_adpsgd_lab.bench.storm.jobs import Joining
 from hvd_adpsgd_lab.bench.storm.learner import notes_file
 from hvd_adpsgd_lab.bench.storm.notes import Notes
+from hvd_adpsgd_lab.machines import MOST, Cluster, ClusterError, unavailable
 
 from examples.acoustic_model.speech.problem import Problem, new_parser, run
 from hvd_adpsgd.errors import ConfigError
-from tests.cluster.machines import MOST, Cluster, ClusterError, unavailable
 
 DEFAULTS = [
     "storm", "--slots=8", "--minutes=60", "--calm=3", "--schedule=drawn", "--kills=90", "--stops=90",

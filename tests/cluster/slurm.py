@@ -19,8 +19,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster import machines
-from tests.cluster.machines import Cluster
+from hvd_adpsgd_lab import machines
+from hvd_adpsgd_lab.machines import Cluster
 
 TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 CPUS, GPUS = 32, 4  # of each compute host

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster, unavailable
 
-from tests.cluster.machines import Cluster, unavailable
 from tests.launcher import QUICK, environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone, pytest.mark.extended]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster, ClusterError, clusters, unavailable
 
-from tests.cluster.machines import Cluster, ClusterError, clusters, unavailable
 from tests.launcher import environment
 
 pytestmark = pytest.mark.mpi
@@ -22,7 +22,7 @@ if REASON:
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 120.0  # of a wait: what hangs ends, no verdict is about it
-COMMAND = [sys.executable, "-m", "tests.cluster"]
+COMMAND = [sys.executable, "-m", "hvd_adpsgd_lab.machines"]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_nothing_is_left_behind() -> None:
 def test_interrupted_cluster_ends(sign: signal.Signals, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # `down` below must not end a user's cluster
     program = (
-        "import signal, time; from tests.cluster.machines import Cluster\n"
+        "import signal, time; from hvd_adpsgd_lab.machines import Cluster\n"
         # who starts tests in the background has them ignore it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with Cluster(1) as cluster: print(cluster.folder, flush=True); time.sleep(1000)"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.cluster.machines import Cluster, unavailable
+from hvd_adpsgd_lab.machines import Cluster, unavailable
 
 pytestmark = pytest.mark.mpi
 REASON = unavailable()

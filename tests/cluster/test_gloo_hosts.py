@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from hvd_adpsgd_lab.machines import unavailable
 
-from tests.cluster.machines import unavailable
 from tests.cluster.training import PROGRAM, Run, training
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]

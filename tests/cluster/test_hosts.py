@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hvd_adpsgd_lab.machines import unavailable
 
-from tests.cluster.machines import unavailable
 from tests.cluster.training import training
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

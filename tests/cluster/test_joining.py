@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster, unavailable
 
-from tests.cluster.machines import Cluster, unavailable
 from tests.cluster.test_replaced import facts
 from tests.launcher import QUICK, environment
 from tests.launchers.grown import require_grown

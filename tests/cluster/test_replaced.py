@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster, unavailable
 
-from tests.cluster.machines import Cluster, unavailable
 from tests.launcher import QUICK, environment
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster, unavailable
 
-from tests.cluster.machines import Cluster, unavailable
 from tests.cluster.training import HOSTS, training
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.extended]

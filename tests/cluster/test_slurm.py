@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster
 
-from tests.cluster.machines import Cluster
 from tests.cluster.slurm import ENDED, GPUS, Slurm, release, unavailable
 from tests.launcher import QUICK, environment
 

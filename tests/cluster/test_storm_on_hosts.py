@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from tests.cluster.machines import unavailable
+from hvd_adpsgd_lab.machines import unavailable
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.alone, pytest.mark.extended]
 REASON = unavailable()

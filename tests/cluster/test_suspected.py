@@ -8,9 +8,9 @@ import itertools
 import time
 
 import pytest
+from hvd_adpsgd_lab.machines import Cluster, unavailable
 
 from hvd_adpsgd.engine.peers import PeerState
-from tests.cluster.machines import Cluster, unavailable
 from tests.wires.test_processes import LONGEST_S, Remote, met
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machines import Cluster
+from hvd_adpsgd_lab.machines import Cluster
+
 from tests.launcher import QUICK, environment
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"

@@ -11,8 +11,9 @@ import pytest
 for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "tqdm"):
     pytest.importorskip(needed)
 
+from hvd_adpsgd_lab.machines import unavailable  # noqa: E402
+
 from lab.studies.claim import records, schemes  # noqa: E402
-from tests.cluster.machines import unavailable  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).parents[2]

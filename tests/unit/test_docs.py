@@ -203,8 +203,8 @@ def test_every_error_is_listed():
 
 
 def test_every_module_that_is_run_is_there():
-    for module, page in names(r"python -m ((?:examples|hvd_adpsgd|tests)[\w.]*)"):
-        path = ROOT / module.replace(".", "/")
+    for module, page in names(r"python -m ((?:examples|hvd_adpsgd|lab|tests)[\w.]*)"):
+        path = ROOT / module.replace("hvd_adpsgd_lab", "lab.hvd_adpsgd_lab").replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (module, page)
 
 

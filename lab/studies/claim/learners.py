@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_adpsgd_lab.machines import Cluster, ClusterError, unavailable
+
 from examples.acoustic_model.speech.problem import Problem
 from lab.studies.disturbed import jobs
-from tests.cluster.machines import Cluster, ClusterError, unavailable
 
 from . import recorder
 from .situations import LEARNERS

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvd_adpsgd_lab.machines import Cluster, ClusterError, unavailable
+
 from examples.acoustic_model.speech.problem import Problem
-from tests.cluster.machines import Cluster, ClusterError, unavailable
 
 from . import jobs
 

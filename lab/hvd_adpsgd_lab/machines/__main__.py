@@ -1,4 +1,4 @@
-"""A cluster on this machine: python -m tests.cluster up N | status | run -- COMMAND | ... | down."""
+"""A cluster on this machine: python -m hvd_adpsgd_lab.machines up N | status | run -- COMMAND | ..."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.cluster.machines import Cluster, ClusterError, _end_on_sigterm, _lives, clusters
+from hvd_adpsgd_lab.machines import Cluster, ClusterError, _end_on_sigterm, _lives, clusters
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd_lab.machines", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def verb(name: str, act: object, about: str, *names: str) -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def _mine() -> Cluster:
     """The cluster of the command line."""
     staying = [folder for folder, owner in clusters().items() if owner is None]
     if not staying:
-        raise ClusterError("no cluster is up. Start one: python -m tests.cluster up N.")
+        raise ClusterError("no cluster is up. Start one: python -m hvd_adpsgd_lab.machines up N.")
     return Cluster.found(staying[0])
 
 

@@ -16,6 +16,7 @@ install iproute2 openssh-server).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -170,7 +171,7 @@ class Cluster:
             for number, host in enumerate(self.hosts, 1):
                 self._boot(number, host)
             for host in self.hosts:
-                _wait(lambda host=host: self._answers(host), f"{host} answers", START_S)
+                _wait(functools.partial(self._answers, host), f"{host} answers", START_S)
         except BaseException:
             self.down()
             raise
@@ -386,8 +387,8 @@ class Cluster:
         """The process that holds a host, seen from outside; None if it is gone."""
         with contextlib.suppress(OSError, ValueError):
             pid = int((self._where() / f"{name}.pid").read_text())
-            words = Path(f"/proc/{pid}/environ").read_bytes() and _words(pid)
-            if any("unshare" in word for word in words):
+            is_one = Path(f"/proc/{pid}/environ").read_bytes()  # empty of a zombie
+            if is_one and any("unshare" in word for word in _words(pid)):
                 return pid
         return None
 
