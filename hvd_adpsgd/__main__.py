@@ -15,7 +15,6 @@ _COMMANDS = {
     "doctor": ("hvd_adpsgd.tools.doctor", "examine this environment, suggest cures"),
     "top": ("hvd_adpsgd.tools.top", "a table of a run, while it lasts"),
     "report": ("hvd_adpsgd.tools.report", "an HTML page of a run, from its record"),
-    "timeline": ("hvd_adpsgd.tools.timeline", "merge the timelines of all learners"),
     "build-horovod": (
         "hvd_adpsgd.tools.build_horovod",
         "build Horovod 0.28.1 for the installed torch and MPI",

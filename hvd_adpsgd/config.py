@@ -465,14 +465,6 @@ class Config:
         "file for Chrome traces, one per learner: trace.json becomes trace.0.json, ...",
         optional=True,
     )
-    timeline_mib: int = _option(
-        16,
-        int,
-        "MiB",
-        "largest trace of a learner; its oldest records are dropped first",
-        low=1,
-        high=65536,
-    )
     log_level: str = _option(
         "warning",
         str,

@@ -96,20 +96,16 @@ def _open_timeline(world: World) -> Timeline | None:
     path = world.config.timeline
     if path is None or _shared_timeline is not None:
         return _shared_timeline
-    offset_s = time.time() - time.monotonic()  # only the wall clock is comparable between hosts
+    unix_s = time.time() - time.monotonic()  # only the wall clock is comparable between hosts
     joining = world.collectives.joining
-    job = world.collectives.gather("timeline", time.time())[0]
     label = f"learner {world.rank} (super learner {world.super_rank}, {world.hostname})"
 
     def open_it() -> Timeline:
         return Timeline(
             learner_path(path, world.rank),
             rank=world.rank,
-            origin_s=job - offset_s,
-            unix_s=job,
-            job=None if joining else job,
+            zero_s=unix_s,
             label=label,
-            limit_nbytes=world.config.timeline_mib << 20,
             # a joining learner appends to the file of the failed learner of its rank
             continues=joining,
         )

@@ -6,10 +6,11 @@ import functools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hvd_adpsgd.watching.trace import learner_path, merge
+from hvd_adpsgd.watching.trace import learner_path
 from tests.launcher import run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -28,29 +29,26 @@ Interval = tuple[float, float]
 
 
 @functools.cache
-def traced() -> dict[str, str]:
-    """The trace of each scheme."""
+def traced() -> dict[str, list[dict[str, Any]]]:
+    """The traces of each scheme: all events of both learners."""
     patience = dict.fromkeys(BESIDE, PATIENCE_S) | dict.fromkeys(WAITING, SOON_S)
     schemes = [f"{spec}={seconds}" for spec, seconds in patience.items()]
     with tempfile.TemporaryDirectory() as folder:
         run_learners(2, PROGRAM, args=[folder, *schemes]).checked()
         found = {}
         for i, spec in enumerate(patience):
-            output = Path(folder, f"merged {i}")
-            merge([learner_path(Path(folder, f"{i}.json"), rank) for rank in (0, 1)], output)
-            found[spec] = output.read_text()
+            files = [learner_path(Path(folder, f"{i}.json"), rank) for rank in (0, 1)]
+            found[spec] = [event for file in files for event in json.loads(file.read_text())]
         return found
 
 
-def intervals(trace: str, learner: int, names: set[str]) -> list[Interval]:
+def intervals(trace: list[dict[str, Any]], learner: int, names: set[str]) -> list[Interval]:
     """When what is named so ran, in microseconds."""
-    content = json.loads(trace)
-    records = content["traceEvents"] if isinstance(content, dict) else content
-    mine = [r for r in records if r.get("ph") == "X" and r["pid"] == learner and r["name"] in names]
+    mine = [r for r in trace if r.get("ph") == "X" and r["pid"] == learner and r["name"] in names]
     return sorted((r["ts"], r["ts"] + r["dur"]) for r in mine)
 
 
-def beside(trace: str, learner: int) -> list[float]:
+def beside(trace: list[dict[str, Any]], learner: int) -> list[float]:
     """Of each round, how much of it lies within computations of this learner."""
     computed = intervals(trace, learner, {"computation"})
     averaged = intervals(trace, learner, AVERAGING)

@@ -49,7 +49,6 @@ DEFAULTS = {
     "dashboard": None,
     "dashboard_token": None,
     "timeline": None,
-    "timeline_mib": 16,
     "log_level": "warning",
 }
 
@@ -83,7 +82,6 @@ ALLOWED = [
     ("report_s", "0", 0.0),
     ("record", "/tmp/Run", "/tmp/Run"),
     ("timeline", "/tmp/Trace.json", "/tmp/Trace.json"),
-    ("timeline_mib", "1", 1),
     ("log_level", "DEBUG", "debug"),
 ]
 
@@ -103,7 +101,6 @@ REFUSED = [
     ("max_overhead", "auto"),
     ("prefer_fast_peers", "1"),
     ("max_staleness", "0"),
-    ("timeline_mib", "0"),
     ("wire_dtype", "float64"),
     ("all_reduce", "ring"),
     ("max_staleness", "1" + 20 * "0"),

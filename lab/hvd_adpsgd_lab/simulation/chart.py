@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -84,7 +85,7 @@ def write_timeline(job: Job, n: int, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    file = Timeline(path, rank=0, origin_s=1.0, label="super learner 0")
+    file = Timeline(path, rank=0, zero_s=-1.0, label="super learner 0", limit_nbytes=math.inf)
     for i in range(1, n):
         file.name_process(i, f"super learner {i}")
     for who, kind, began, ended, numbers in job.timeline or ():

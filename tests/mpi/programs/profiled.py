@@ -14,7 +14,7 @@ from hvd_adpsgd.config import Config
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 
 torch.set_num_threads(1)
-hvd.init(config=Config(super_learner_size=2, timeline=str(FOLDER / "trace.json"), timeline_mib=1))
+hvd.init(config=Config(super_learner_size=2, timeline=str(FOLDER / "trace.json")))
 model = torch.nn.Linear(10, 1)
 optimizer: Any = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
@@ -32,7 +32,6 @@ with profiler.profile(
 ) as profile:  # torch.profiler needs modules that QUICK replaces
     for _ in range(STEPS):
         step()
-profile.export_chrome_trace(str(FOLDER / f"profile {hvd.rank()}.json"))
 marks = [event.key for event in profile.key_averages() if event.key.startswith("hvd_adpsgd.")]
 rank = hvd.rank()
 hvd.shutdown()
