@@ -239,14 +239,6 @@ class Config:
         choices=("auto",),
         optional=True,
     )
-    engine_cpus: str | None = _option(
-        None,
-        str,
-        "",
-        "cores reserved for engines, as 3 or 2,5-7; auto: one for each engine, if torch's threads leave "
-        "enough",
-        optional=True,
-    )
     max_staleness: int | None = _option(
         None,
         int,
@@ -282,14 +274,6 @@ class Config:
         low=1,
         high=64,
     )
-    all_reduce: str = _option(
-        "mpi",
-        str,
-        "",
-        "how a mean of all super learners is summed: by MPI, or pairwise in log2 n stages; "
-        "with ULFM always pairwise",
-        choices=("mpi", "butterfly"),
-    )
     wire: str = _option(
         "auto",
         str,
@@ -304,22 +288,6 @@ class Config:
         "with wire=tcp: interfaces, separated by commas; each host uses the first that it has; None: "
         "loopback on a single host, else the one that reaches the other hosts",
         optional=True,
-    )
-    connections: int = _option(
-        128,
-        int,
-        "connections",
-        "with wire=tcp: most connections that an engine keeps open; more if more are in use",
-        low=1,
-        high=65536,
-    )
-    idle_connection_s: float = _option(
-        300.0,
-        float,
-        "s",
-        "with wire=tcp: a connection idle for so long is closed until it is needed",
-        low=1,
-        high=10**6,
     )
     failure_timeout_s: float = _option(
         60.0,
@@ -399,14 +367,6 @@ class Config:
         "majority: with half or more of the super learners failed, the rest stops with QuorumLostError",
         choices=("majority",),
         optional=True,
-    )
-    state_dir: str | None = _option(
-        None,
-        str,
-        "path",
-        "folder for the state that SIGUSR1 makes a learner write; None: the temporary folder",
-        optional=True,
-        same=False,
     )
     join: str | None = _option(
         None,

@@ -53,7 +53,7 @@ class Member:
         )
         rare = range(1, self.chunks, 2) if period > 1 else ()
         self.loop.extend(self.chunks, self.fingerprint, rare, period)
-        self.loop.average_all(True, True)
+        self.loop.average_all(True)
         self.loop.share_reports(1.0)
 
     def connect(self, kind: int, peer: int, end: socket.socket) -> None:

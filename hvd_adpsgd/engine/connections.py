@@ -54,6 +54,9 @@ log = logging.getLogger("hvd_adpsgd")
 
 # longest time for the proof that the other end of a connection belongs to the job
 _HANDSHAKE_S = 5.0
+# most connections that an engine keeps open, if no more are in use; a host has 1024 descriptors per process
+MOST_CONNECTIONS = 128
+IDLE_S = 300.0  # after which a connection is closed until it is needed
 # most accepted connections whose other end has not proven that it belongs to the job
 _UNPROVEN = 64
 # seconds between two attempts to connect to a peer: first, longest
@@ -141,8 +144,8 @@ class Connections:
                 size,
                 self._news_out,
                 self._dials_in,
-                config.connections,
-                config.idle_connection_s,
+                MOST_CONNECTIONS,
+                IDLE_S,
                 config.failure_timeout_s,
             )
         except OSError as error:

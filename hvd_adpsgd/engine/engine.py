@@ -18,12 +18,10 @@ with the threads of its counterparts, the learners with the same inner rank in t
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import math
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,7 +81,6 @@ class Engine:
         memory: memory of an earlier, paused engine with the same tensors; None: new memory, which
             `memory.extend` fills.
         shards: number of shards into which the model is cut.
-        cores: CPU cores for the engine's thread; () means the affinity of the thread that calls `start`.
 
     Attributes:
         memory: the engine's copy (mirror) and the corrections of the averaged tensors.
@@ -103,9 +100,8 @@ class Engine:
         has_neighbours: bool = True,
         memory: ModelMemory | None = None,
         shards: int = 1,
-        cores: Sequence[int] = (),
     ):
-        self.config, self._cores = config, cores
+        self.config = config
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
         self.memory = memory or ModelMemory(
@@ -199,8 +195,7 @@ class Engine:
             with mpi_failures("averaging"):
                 self._meet_leaders(self.loop, gather or self._outer.allgather)
             self._announce()
-            with _on(self._cores):
-                self.loop.start()
+            self.loop.start()
         except BaseException:
             self.stop()
             raise
@@ -225,7 +220,7 @@ class Engine:
         """Exchange addresses and map shared memory with the other leaders; all of them call it together."""
         survives = self._connections is not None or ulfm_enabled()
         if self._plan.averages_all:
-            loop.average_all(survives, self.config.all_reduce == "butterfly")
+            loop.average_all(survives)
         if self._connections is not None:
             self._connections.meet(gather)
         if self.config.same_host == "memory":
@@ -483,17 +478,6 @@ class Engine:
             (kind, self._super_rank(rank), began, ended, nbytes, step)
             for kind, rank, began, ended, nbytes, step in loop.take_events()
         ]
-
-
-@contextlib.contextmanager
-def _on(cores: Sequence[int]) -> Iterator[None]:
-    """Context manager: the calling thread, and threads that it starts inside, run on CPU cores `cores`."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 _wires_made: Any = None  # key of the MPI attribute that counts the wires made over a communicator

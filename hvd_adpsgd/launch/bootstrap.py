@@ -124,7 +124,7 @@ def enter(world: World, process_sets: Any = None) -> World:
     _log_from(world.config.log_level)
     exit_state.has_begun = True
     state_dump.add_source("world", _describe)
-    state_dump.watch(world.rank, world.config.state_dir)
+    state_dump.watch(world.rank)
     _watch_preemption(world)
     return world
 
@@ -310,7 +310,7 @@ def _agreed_config(answers: Sequence[dict[str, Any]]) -> Config:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Return the options with absolute paths: the script may change its working directory after init()."""
-    paths = {name: getattr(config, name) for name in ("record", "state_dir", "timeline")}
+    paths = {name: getattr(config, name) for name in ("record", "timeline")}
     return config.replace(**{name: os.path.abspath(path) for name, path in paths.items() if path})
 
 

@@ -33,7 +33,6 @@ log = logging.getLogger("hvd_adpsgd")
 
 _sources: dict[str, Callable[[], Any]] = {}
 _watched_by = 0  # pid of the process that writes on SIGUSR1; a forked child has another pid
-_folder: str | None = None
 _rank = 0
 _count = 0  # number of files written
 
@@ -47,18 +46,17 @@ def add_source(name: str, source: Callable[[], Any]) -> None:
     _sources[name] = source
 
 
-def watch(rank: int, folder: str | None) -> bool:
-    """Make SIGUSR1 write this process's state from now on; call it again to change the rank or the folder.
+def watch(rank: int) -> bool:
+    """Make SIGUSR1 write this process's state from now on; call it again to change the rank.
 
     Args:
         rank: rank of this learner, for the file's name.
-        folder: folder of the file; None: the system's folder for temporary files.
 
     Returns:
         Whether SIGUSR1 writes the state: False if the script has its own handler for SIGUSR1, or ignores it.
     """
-    global _watched_by, _folder, _rank
-    _folder, _rank = folder, rank
+    global _watched_by, _rank
+    _rank = rank
     if _watched_by == os.getpid():
         return True
     reading = signals.hear(signal.SIGUSR1)
@@ -77,8 +75,8 @@ def _attend(reading: int) -> None:
             log.info("state written to %s", write())
         except Exception as error:
             log.error(
-                "SIGUSR1: no state was written: %s. Set HVD_ADPSGD_STATE_DIR to a folder with room "
-                "in which files can be made.",
+                "SIGUSR1: no state was written: %s. Set TMPDIR to a folder with room in which files "
+                "can be made.",
                 error,
             )
 
@@ -93,8 +91,7 @@ def write() -> Path:
         OSError: if the file cannot be written.
     """
     global _count
-    folder = Path(_folder or tempfile.gettempdir())
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.gettempdir())
     path = folder / f"hvd_adpsgd.state.{_rank}.{os.getpid()}.{_count + 1}.json"
     # renamed only when complete; a rename does not follow a link that someone has put at `path`
     handle, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=folder)

@@ -14,7 +14,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch import membership
 from hvd_adpsgd.torch.rendezvous import TcpStore
-from hvd_adpsgd.training import cores, watching
+from hvd_adpsgd.training import watching
 
 __all__ = [
     "cross_rank",
@@ -70,7 +70,6 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
             candidates.open_listener(worlds.current())
         worlds.current().teardown.at_shutdown(membership.forget)
         candidates.notify_launcher(worlds.current())
-        cores.reserve(worlds.current())
         watching.start(worlds.current())
     _given = given
 

@@ -17,7 +17,6 @@ from hvd_adpsgd.joining.reconnect import NewGroup
 from hvd_adpsgd.launch.world import World, names_of
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
-from hvd_adpsgd.training.cores import engine_cores
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.super_learner import SuperLearner, wrapping_failures
 from hvd_adpsgd.training.timeline import StepRecord
@@ -204,7 +203,6 @@ class Engines:
             has_neighbours=world.local_size > world.inner_size,
             memory=memory,
             shards=self._tensors.shards,
-            cores=engine_cores(),
         )
         engine.rounds.look = self._look
         try:

@@ -74,36 +74,29 @@ PROGRAM = """
 """.replace("STEPS", str(STEPS))
 
 
-def run(spec: str, how: str, victims: str, sums: str) -> Result:
+def run(spec: str, how: str, victims: str) -> Result:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "2"}
-    env["HVD_ADPSGD_ALL_REDUCE"] = sums
     return run_learners(N, PROGRAM, args=[spec, how, victims], env=env)
 
 
 @pytest.mark.parametrize(
-    ("spec", "how", "victims", "sums"),
+    ("spec", "how", "victims"),
     [
-        pytest.param("delay_by_one", "middle", "1", "mpi", marks=pytest.mark.extended),
-        ("delay_by_one", "middle", "2", "butterfly"),
-        pytest.param("delay_by_one", "between", "0,2", "mpi", marks=pytest.mark.extended),
-        ("delay_by_one", "raise", "0", "butterfly"),
-        pytest.param("delayed_gradients", "middle", "0", "mpi", marks=pytest.mark.extended),
-        ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2", "mpi"),
-        pytest.param(
-            "periodic_averaging:period=2", "middle", "0,3", "butterfly", marks=pytest.mark.extended
-        ),
-        pytest.param(
-            "periodic_averaging:period=1", "between", "3", "mpi", marks=pytest.mark.extended
-        ),
-        pytest.param("gossip_pga:period=2", "middle", "2", "butterfly", marks=pytest.mark.extended),
-        pytest.param("gossip_pga:period=2", "raise", "1", "mpi", marks=pytest.mark.extended),
+        pytest.param("delay_by_one", "middle", "1", marks=pytest.mark.extended),
+        ("delay_by_one", "middle", "2"),
+        pytest.param("delay_by_one", "between", "0,2", marks=pytest.mark.extended),
+        ("delay_by_one", "raise", "0"),
+        pytest.param("delayed_gradients", "middle", "0", marks=pytest.mark.extended),
+        ("periodic_averaging:period=2,block_momentum=0.5", "middle", "0,1,2"),
+        pytest.param("periodic_averaging:period=2", "middle", "0,3", marks=pytest.mark.extended),
+        pytest.param("periodic_averaging:period=1", "between", "3", marks=pytest.mark.extended),
+        pytest.param("gossip_pga:period=2", "middle", "2", marks=pytest.mark.extended),
+        pytest.param("gossip_pga:period=2", "raise", "1", marks=pytest.mark.extended),
     ],
 )
-def test_a_mean_of_all_goes_on_over_the_living(
-    spec: str, how: str, victims: str, sums: str
-) -> None:
+def test_a_mean_of_all_goes_on_over_the_living(spec: str, how: str, victims: str) -> None:
     """They make all their steps, agree with one another to rounding, and end."""
-    result = run(spec, how, victims, sums)
+    result = run(spec, how, victims)
     lost = [int(v) for v in victims.split(",")]
     said = {facts["rank"]: facts for facts in result.by_rank()}
     assert all("died" in said[rank] and "steps" not in said[rank] for rank in lost), result.report()

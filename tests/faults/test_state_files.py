@@ -18,8 +18,9 @@ pytestmark = pytest.mark.mpi
 
 # Trains until told to go on; learner 0 is in the operation over all learners long before the others.
 PROGRAM = """
-    import pathlib, torch
+    import pathlib, tempfile, torch
     import hvd_adpsgd.torch as hvd
+    tempfile.tempdir = sys.argv[1]  # as TMPDIR, which the launcher would use too
     hvd.init()
     torch.set_num_threads(1)
     rank, folder = hvd.rank(), pathlib.Path(sys.argv[1])
@@ -67,7 +68,7 @@ def peers(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def test_every_learner_writes_its_state_also_when_it_hangs(tmp_path: Path) -> None:
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_STATE_DIR": str(tmp_path)}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     job = Job(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(run_learners, 3, PROGRAM, args=[str(tmp_path)], env=env)

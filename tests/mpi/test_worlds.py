@@ -268,7 +268,7 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
             return [name for name in names if name in ("hvd_adpsgd.listener", "hvd_adpsgd.watching")]
 
         refusals = [
-            refused(engine_cpus="x"),
+            refused(dashboard="nowhere"),
             refused(dashboard="no address") if rank == 1 else refused(dashboard="127.0.0.1:0"),
         ]
         hvd.init(config=Config(super_learner_size=1, record="record", timeline="trace.json"))

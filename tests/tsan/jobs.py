@@ -82,7 +82,7 @@ class ThreadEngine(Engine):
 
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
         if self._plan.averages_all:
-            loop.average_all(True, True)
+            loop.average_all(True)
         if self.shared:
             addresses = [area.ctypes.data for area in self.shared]
             own = addresses[self.rank.rank]

@@ -21,16 +21,12 @@ DEFAULTS = {
     "prefer_fast_peers": 0.0,
     "inner": None,
     "shard": None,
-    "engine_cpus": None,
     "max_staleness": None,
     "wire_dtype": None,
     "moments": None,
     "moments_period": 4,
-    "all_reduce": "mpi",
     "wire": "auto",
     "nics": None,
-    "connections": 128,
-    "idle_connection_s": 300.0,
     "failure_timeout_s": 60.0,
     "same_host": "memory",
     "nonfinite": "raise",
@@ -41,7 +37,6 @@ DEFAULTS = {
     "spare_slots": 0,
     "on_failure": "continue",
     "quorum": None,
-    "state_dir": None,
     "join": None,
     "join_secret_file": None,
     "report_s": 1.0,
@@ -68,7 +63,6 @@ ALLOWED = [
     ("wire_dtype", "None", None),
     ("wire_dtype", "Float32", None),  # the default's name
     ("moments", "Own", "own"),
-    ("all_reduce", "Butterfly", "butterfly"),
     ("wire", "TCP", "tcp"),
     ("nics", "eth0,ib0", "eth0,ib0"),
     ("nonfinite", "skip", "skip"),
@@ -102,7 +96,6 @@ REFUSED = [
     ("prefer_fast_peers", "1"),
     ("max_staleness", "0"),
     ("wire_dtype", "float64"),
-    ("all_reduce", "ring"),
     ("max_staleness", "1" + 20 * "0"),
     ("same_host", "sockets"),
     ("nonfinite", "ignore"),
@@ -258,7 +251,7 @@ def test_all_options_but_a_few_are_compared_between_learners(name):
 
     mine, other = Config(), Config(**{name: another(name)})
     answers = [{"config": config, "problem": None} for config in (mine, mine, other)]
-    if name in ("state_dir", "join", "join_secret_file", "dashboard_token", "log_level"):
+    if name in ("join", "join_secret_file", "dashboard_token", "log_level"):
         assert bootstrap._agreed_config(answers) == mine
         return
     with pytest.raises(ConfigError) as caught:

@@ -216,7 +216,6 @@ def test_callbacks_are_forgotten_in_shutdown_also_without_a_call_of_admit(monkey
     for module, name in (
         ("candidates", "open_listener"),
         ("candidates", "notify_launcher"),
-        ("cores", "reserve"),
         ("watching", "start"),
     ):
         monkeypatch.setattr(getattr(basics, module), name, lambda world: None)

@@ -33,9 +33,9 @@ def start(tmp_path: Path) -> Iterator:
     running: list[subprocess.Popen] = []
 
     def run(program: str) -> tuple[subprocess.Popen, int]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
         source = textwrap.dedent(START) + textwrap.dedent(program)
-        command = [sys.executable, "-c", source, str(tmp_path)]
+        command = [sys.executable, "-c", source]
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         running.append(process)
         return process, int(process.stdout.readline())
@@ -65,7 +65,7 @@ def test_twice_while_the_main_thread_is_blocked_in_c(start, tmp_path):
     process, pid = start("""
         state_dump.add_source("fine", lambda: {"step": 7})
         state_dump.add_source("broken", lambda: 1 / 0)
-        assert state_dump.watch(3, sys.argv[1])
+        assert state_dump.watch(3)
         wait_here()
     """)
     for count in (1, 2):
@@ -85,9 +85,9 @@ def test_a_handler_of_the_script_is_left_alone(start, tmp_path):
         """
         heard = []
         signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
-        assert not state_dump.watch(0, sys.argv[1])
+        assert not state_dump.watch(0)
         os.kill(os.getpid(), signal.SIGUSR1)
-        print(0, heard, os.listdir(sys.argv[1]), flush=True)
+        print(0, heard, os.listdir(os.environ["TMPDIR"]), flush=True)
     """.replace("print(0,", "print(0, flush=True); print(")
     )
     assert rest(process).split() == ["[1]", "[]"]
@@ -96,10 +96,10 @@ def test_a_handler_of_the_script_is_left_alone(start, tmp_path):
 def test_a_handler_that_the_script_sets_later_counts(start, tmp_path):
     process, _ = start("""
         heard = []
-        assert state_dump.watch(0, sys.argv[1])
+        assert state_dump.watch(0)
         signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
         os.kill(os.getpid(), signal.SIGUSR1)
-        print(0, flush=True); print(heard, os.listdir(sys.argv[1]), flush=True)
+        print(0, flush=True); print(heard, os.listdir(os.environ["TMPDIR"]), flush=True)
     """)
     assert rest(process).split() == ["[1]", "[]"]
 
@@ -107,7 +107,7 @@ def test_a_handler_that_the_script_sets_later_counts(start, tmp_path):
 def test_a_forked_child_neither_writes_nor_dies(start, tmp_path):
     """The parent writes after the child was signalled: what the child asked for would be there."""
     _, pid = start("""
-        assert state_dump.watch(0, sys.argv[1])
+        assert state_dump.watch(0)
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -121,7 +121,7 @@ def test_a_forked_child_neither_writes_nor_dies(start, tmp_path):
 
 def test_a_program_that_is_started_has_the_default_action(start, tmp_path):
     process, _ = start("""
-        assert state_dump.watch(0, sys.argv[1])
+        assert state_dump.watch(0)
         code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
         print(0, flush=True); print(subprocess.run([sys.executable, "-c", code]).returncode)
     """)

@@ -186,9 +186,10 @@ def test_nobody_dials_before_there_is_something_to_say(
 
 
 def test_connections_beyond_the_bound_are_closed_and_opened_again(
-    started: Callable[..., list[SuperLearner]],
+    started: Callable[..., list[SuperLearner]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b, c = started(3, report_s=0, connections=1)
+    monkeypatch.setattr("hvd_adpsgd.engine.connections.MOST_CONNECTIONS", 1)
+    a, b, c = started(3, report_s=0)
     total = sum(m.model.sum() for m in (a, b, c))
     for _ in range(3):
         for other in (b, c):
@@ -199,8 +200,11 @@ def test_connections_beyond_the_bound_are_closed_and_opened_again(
     assert abs(sum(m.model.sum() for m in (a, b, c)) - total) < 1e-6
 
 
-def test_idle_connections_are_closed(started: Callable[..., list[SuperLearner]]) -> None:
-    a, b = started(2, report_s=0, idle_connection_s=1.0)
+def test_idle_connections_are_closed(
+    started: Callable[..., list[SuperLearner]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_adpsgd.engine.connections.IDLE_S", 1.0)
+    a, b = started(2, report_s=0)
     exchange(a, b)
     until(lambda: a.connections[:2] == b.connections[:2] == (0, 0))
     exchange(a, b)

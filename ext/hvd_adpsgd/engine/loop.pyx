@@ -473,14 +473,14 @@ cdef class Loop:
         pthread_mutex_unlock(&e.mailbox.gate)
         wake(e)
 
-    def average_all(self, bint survives, bint butterfly):
+    def average_all(self, bint survives):
         """Take part in exact means of all models; before start.
 
         Args:
-            survives: the wire reports failures, and means continue without super learners that failed.
-            butterfly: sum by messages, even if the wire has a sum of its own and reports no failures.
+            survives: the wire reports failures, and means continue without super learners that failed; else the
+                wire's library sums, if it can.
         """
-        if not open_mean(&self.core, survives, butterfly):
+        if not open_mean(&self.core, survives):
             raise MemoryError("no memory for the averaging engine")
 
     def move_share(self, double share):

@@ -34,13 +34,13 @@ from hvd_adpsgd.engine.wire cimport (AGREEMENT, DONE, NOBODY, PEER_DOWN, PENDING
 
 # ---- set-up --------------------------------------------------------------------------------
 
-cdef bint open_mean(Core* e, bint survives, bint butterfly) noexcept:
+cdef bint open_mean(Core* e, bint survives) noexcept:
     """Take part in means of all models. Return False if memory is exhausted."""
     cdef Mean* m = &e.mean
     cdef int i, n = e.wire.size
     m.survives = survives
     m.network.wire = e.wire
-    m.network.butterfly = butterfly or survives or e.wire.sum == NULL
+    m.network.butterfly = survives or e.wire.sum == NULL
     m.network.members = <int*>malloc(n * sizeof(int))
     m.agreement = agreement_new(n, e.wire.rank, False)
     m.inbox = <char*>malloc(agreement_message_size(n))

@@ -48,7 +48,7 @@ cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) ex
     if job.reports_s > 0:
         loop.share_reports(job.reports_s)
     if job.means is not None:
-        loop.average_all(True, True)
+        loop.average_all(True)
         job.gossips |= len(schedule) > 0    # none if all neighbours in the ring have failed
     a.core = &loop.core
     a.first, a.size, a.process = link.first, link.size, link.process
