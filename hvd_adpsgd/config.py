@@ -19,7 +19,6 @@ from hvd_adpsgd.errors import ConfigError
 
 __all__ = [
     "FIRST_SHARE",
-    "MOST_PREFERRED",
     "PREFIX",
     "REPLACES",
     "Config",
@@ -32,8 +31,6 @@ PREFIX = "HVD_ADPSGD_"
 # Not an option: this variable holds the super_rank of the failed super learner that a replacement replaces.
 REPLACES = "HVD_ADPSGD_JOIN_AS"
 FIRST_SHARE = 1 / 16  # with exchange_share=auto, before anything was measured
-# largest prefer_fast_peers: the other asks keep all super learners in touch
-MOST_PREFERRED = 0.95
 
 
 @dataclass(frozen=True)
@@ -211,15 +208,6 @@ class Config:
         low=0,
         low_open=True,
         high=1,
-    )
-    prefer_fast_peers: float = _option(
-        0.0,
-        float,
-        "",
-        "probability of asking the fastest of three peers that are drawn, in place of the next one; "
-        "random_pairs and random_ring",
-        low=0,
-        high=MOST_PREFERRED,
     )
     inner: str | None = _option(
         None,

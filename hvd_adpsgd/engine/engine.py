@@ -167,8 +167,8 @@ class Engine:
         loop.move_share(config.first_share)
         if config.first_share < 1:
             loop.aim()
-        if config.prefer_fast_peers > 0:
-            loop.prefer_fast(config.prefer_fast_peers)
+        if self._plan.prefer_fast > 0:
+            loop.prefer_fast(self._plan.prefer_fast)
         if config.report_s > 0:
             loop.share_reports(config.report_s)
         return loop

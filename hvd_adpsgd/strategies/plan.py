@@ -128,6 +128,7 @@ class Plan:
         in_step: rounds in step with peers, beside the exchanges of the schedule or, with width 0, in
             place of them; None for no rounds.
         rule: update of each super learner's own model after averaging; None for no update.
+        prefer_fast: probability with which the fastest of three peers that the schedule has next is asked.
 
     Raises:
         ConfigError: if the schedule has another shape or a negative rank, or the weight is out
@@ -138,6 +139,7 @@ class Plan:
     weight: float
     in_step: Rounds | None = None
     rule: Rule | None = None
+    prefer_fast: float = 0.0
 
     def __post_init__(self) -> None:
         table = np.array(self.schedule, dtype=np.int32, order="C")
@@ -275,6 +277,10 @@ def require_gossip(name: str, base: Any) -> None:
         raise ConfigError(
             f"{name} is on top of gossip, not of {base.name!r}, which is no plain gossip. Use it on "
             "random_pairs, fixed_ring or random_ring."
+        )
+    if getattr(base, "prefer_fast", 0.0):
+        raise ConfigError(
+            f"{name} on top of {base.spec()}: only plain gossip prefers fast peers. Leave prefer_fast out."
         )
 
 

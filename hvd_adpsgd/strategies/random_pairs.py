@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
+from hvd_adpsgd.strategies.validation import require_preference
 from hvd_adpsgd.theory import mixing, topology
 
 __all__ = ["RandomPairs"]
@@ -25,20 +26,25 @@ class RandomPairs(Strategy):
 
     Args:
         seed: 0 <= seed < 2**32, the same on every learner.
+        prefer_fast: probability, 0 to 0.95, of asking the fastest of three peers that are drawn, by the pace
+            of earlier exchanges, in place of the next one; for unequal links.
 
     Raises:
-        ConfigError: if the seed is out of range.
+        ConfigError: if the seed or prefer_fast is out of range.
 
     Source: Lian et al., AD-PSGD, arXiv:1710.06952.
     """
 
     seed: int = 0
+    prefer_fast: float = 0.0
     name: ClassVar[str] = "random_pairs"
     is_gossip: ClassVar[bool] = True
     draws_peers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
+        preference = require_preference(self.name, self.prefer_fast)
+        object.__setattr__(self, "prefer_fast", preference)
 
     def pair_weight(self, n: int) -> float:
         """Return 1/2: both sides take the mean of the pair."""
@@ -46,7 +52,7 @@ class RandomPairs(Strategy):
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         peers = topology.random_partners(super_size, super_rank, self.seed, RANDOM_PAIRS_ROUNDS)
-        return Plan(peers[:, np.newaxis], 1 / 2)
+        return Plan(peers[:, np.newaxis], 1 / 2, prefer_fast=self.prefer_fast)
 
     def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
         """The mixing matrix of the round's random perfect matching."""

@@ -34,6 +34,16 @@ def require_integer(strategy: str, argument: str, value: Any, low: int = 1) -> N
         )
 
 
+# largest prefer_fast: the other asks keep all super learners in touch
+MOST_PREFERRED = 0.95
+
+
+def require_preference(strategy: str, value: Any) -> float:
+    """Return prefer_fast as float; raise ConfigError unless 0 <= value <= 0.95."""
+    above = math.nextafter(MOST_PREFERRED, 1)
+    return require_number(strategy, "prefer_fast", value, 0, above)
+
+
 def require_number(
     strategy: str, argument: str, value: Any, low: float, high: float, low_open: bool = False
 ) -> float:

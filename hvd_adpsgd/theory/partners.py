@@ -3,7 +3,7 @@
 Everything is float64 and small; nothing here runs inside training.
 
 Legend: n super learners, seconds c_ij of an exchange between i and j, probability p (the option
-prefer_fast_peers). Each super learner draws peers uniformly, as `random_pairs` does.
+prefer_fast). Each super learner draws peers uniformly, as `random_pairs` does.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def asking(seconds: npt.ArrayLike, prefer: float) -> Matrix:
     require_size(n, 2)
     if not 0 <= prefer <= 1:
         raise ConfigError(
-            f"bad argument: asking got prefer = {prefer}, allowed is 0 to 1. Pass the option "
-            "prefer_fast_peers."
+            f"bad argument: asking got prefer = {prefer}, allowed is 0 to 1. Pass the "
+            "strategy's prefer_fast."
         )
     q = np.zeros((n, n))
     for i, j in itertools.permutations(range(n), 2):

@@ -94,7 +94,6 @@ def make_spec(
         inner_process_set(process_set, world)
     _require_wire(strategy, config, world)
     _require_pairs(strategy, config, world)
-    _require_random_peers(strategy, config, world)
     if buffers is not None:
         strategy.refuse("buffers=")
     if inner["op"] == horovod.Adasum:
@@ -319,15 +318,6 @@ def _require_pairs(strategy: Strategy, config: Config, world: World) -> None:
         raise ConfigError(
             f"exchange_share={config.exchange_share:g} with averaging={strategy.spec()}: a mean of "
             "all is one of whole models. Leave exchange_share out, or use a strategy of pairs."
-        )
-
-
-def _require_random_peers(strategy: Strategy, config: Config, world: World) -> None:
-    """Raise ConfigError if fast peers are to be preferred by a strategy that does not draw its peers."""
-    if world.super_size > 1 and config.prefer_fast_peers > 0 and not strategy.draws_peers:
-        raise ConfigError(
-            f"HVD_ADPSGD_PREFER_FAST_PEERS={config.prefer_fast_peers:g} with averaging={strategy.spec()}: "
-            "it works with random_pairs and random_ring only. Leave it out, or use one of these."
         )
 
 

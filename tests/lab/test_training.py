@@ -539,7 +539,10 @@ def test_the_command_writes_the_same_json_twice(
         written.append((tmp_path / name).read_text())
     assert written[0] == written[1]
     runs = json.loads(written[0])["runs"]
-    assert [run["strategy"] for run in runs] == ["random_pairs:seed=0", "synchronous"]
+    assert [run["strategy"] for run in runs] == [
+        "random_pairs:seed=0,prefer_fast=0.0",
+        "synchronous",
+    ]
     assert "accuracy" in runs[0]["points"][-1]["evaluation"]
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert "mean model  loss" in capsys.readouterr().out
@@ -599,7 +602,10 @@ def test_the_runs_before_one_that_fails_are_written(
     arguments = ("--compare", "synchronous", "fixed_ring", "--json", str(file))
     assert simulate.main(command(tmp_path, *arguments)) == 2
     runs = json.loads(file.read_text())["runs"]
-    assert [run["strategy"] for run in runs] == ["random_pairs:seed=0", "synchronous"]
+    assert [run["strategy"] for run in runs] == [
+        "random_pairs:seed=0,prefer_fast=0.0",
+        "synchronous",
+    ]
 
 
 def test_the_other_modes_import_no_torch() -> None:

@@ -69,7 +69,7 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
         "HVD_ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_SAME_HOST": same_host,
-        "HVD_ADPSGD_PREFER_FAST_PEERS": "0.9" if same_host == "mpi" else "0",
+        "HVD_ADPSGD_AVERAGING": f"random_pairs:prefer_fast={0.9 if same_host == 'mpi' else 0}",
     }
     result = run_learners(3, SHARES, args=[str(share), wire], env=env).checked()
     moved = math.ceil(WHOLE * share)  # chunks; one of them may be the last one, which is shorter
@@ -106,7 +106,7 @@ WRONG = """
     for share, averaging in (
         (0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs"),
         ("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs"),
-        (1.0, "delay_by_one"),
+        (1.0, "gossip_pga+random_pairs:prefer_fast=0.9"),
     ):
         try:
             hvd.DistributedOptimizer(
@@ -122,7 +122,7 @@ WRONG = """
 
 
 def test_a_share_that_makes_no_sense_is_refused() -> None:
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_PREFER_FAST_PEERS": "0.9"}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
     result = run_learners(4, WRONG, env=env).checked()
     for facts in result.by_rank():
         assert len(facts["told"]) == 7
@@ -131,4 +131,4 @@ def test_a_share_that_makes_no_sense_is_refused() -> None:
         assert "random_pairs" in facts["told"][4]
         assert "auto, or > 0 and <= 1" in facts["told"][5]
         assert all("exchange_share" in told for told in facts["told"][:6])
-        assert "PREFER_FAST_PEERS=0.9 with averaging=delay_by_one" in facts["told"][6]
+        assert "only plain gossip prefers fast peers" in facts["told"][6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 
 import numpy as np
@@ -213,11 +214,11 @@ def test_spec_is_read_back(strategy):
 @pytest.mark.parametrize(
     ("text", "strategy", "spec"),
     [
-        ("random_pairs", RandomPairs(0), "random_pairs:seed=0"),
-        ("random_pairs:seed=3", RandomPairs(3), "random_pairs:seed=3"),
+        ("random_pairs", RandomPairs(0), "random_pairs:seed=0,prefer_fast=0.0"),
+        ("random_pairs:seed=3", RandomPairs(3), "random_pairs:seed=3,prefer_fast=0.0"),
         (" fixed_ring ", FixedRing(), "fixed_ring"),
         ("random_ring: seed = 1", None, None),
-        ("random_ring:seed=1", RandomRing(1), "random_ring:seed=1"),
+        ("random_ring:seed=1", RandomRing(1), "random_ring:seed=1,prefer_fast=0.0"),
         ("synchronous", Synchronous(), "synchronous"),
         ("delay_by_one", DelayByOne(), "delay_by_one"),
         ("delayed_gradients", DelayedGradients(), "delayed_gradients"),
@@ -230,13 +231,13 @@ def test_spec_is_read_back(strategy):
         (
             "synchronous_gossip:order=atc + random_pairs:seed=2",
             SynchronousGossip(AFTER, RandomPairs(2)),
-            "synchronous_gossip:order=atc+random_pairs:seed=2",
+            "synchronous_gossip:order=atc+random_pairs:seed=2,prefer_fast=0.0",
         ),
         ("a2cid2", A2CiD2(), "a2cid2+fixed_ring"),
         (
             "gossip_pga:period=5+random_ring:seed=1",
             GossipPGA(5, RandomRing(1)),
-            "gossip_pga:period=5+random_ring:seed=1",
+            "gossip_pga:period=5+random_ring:seed=1,prefer_fast=0.0",
         ),
         (
             "gasloc:period=9,rate=1,momentum=0+fixed_ring",
@@ -491,3 +492,15 @@ def test_flags_are_read(text):
 def test_specs_are_the_same_if_their_strategies_are(one: str, other: str, equal: bool) -> None:
     assert same(one, other) == equal
     assert same(other, one) == equal
+
+
+@pytest.mark.parametrize("strategy", [RandomPairs, RandomRing])
+def test_fast_peers_are_preferred_by_plain_gossip_alone(strategy):
+    assert strategy(prefer_fast=0.95).plan(1, 4).prefer_fast == 0.95
+    assert parse(f"{strategy.name}:prefer_fast=0.5") == strategy(prefer_fast=0.5)
+    for bad in (-0.1, 0.951, math.nan, True):
+        with pytest.raises(ConfigError, match=r"bad prefer_fast .* allowed is number >= 0"):
+            strategy(prefer_fast=bad)
+    for above in (GossipPGA, GASLoC, SynchronousGossip):
+        with pytest.raises(ConfigError, match="only plain gossip prefers fast peers"):
+            above(base=strategy(prefer_fast=0.5))

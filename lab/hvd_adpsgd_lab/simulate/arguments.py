@@ -185,7 +185,7 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
             "a quarter of the pairs of super learners has a 10 times slower link",
         ),
         ("racks", str, "2x10", "2 racks, with 10 times slower links between them"),
-        ("prefer_fast_peers", float, "P", "as HVD_ADPSGD_PREFER_FAST_PEERS"),
+        ("prefer_fast_peers", float, "P", "as prefer_fast= of random_pairs"),
         ("fail", str, "0.01/h", "failures of one super learner per hour"),
         ("strategy", str, "SPEC", "averaging strategy, as averaging="),
         ("rate", float, "R", "exchanges per step"),

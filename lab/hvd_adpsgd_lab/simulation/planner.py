@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd.config import MOST_PREFERRED
 from hvd_adpsgd.engine.turns import Moves, leaves_out, steps_between_copies
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.strategies.share_control import FLOOR
+from hvd_adpsgd.strategies.validation import MOST_PREFERRED
 from hvd_adpsgd_lab.simulation import slow_links
 from hvd_adpsgd_lab.simulation.bounds import SEED, Bound, in_bound
 from hvd_adpsgd_lab.simulation.calibration import Calibration
@@ -120,7 +120,7 @@ class Cluster:
         slow_links, slow_links_factor: share of the pairs of super learners between which chunks take so many
             times as long.
         racks, racks_factor: number of racks, and how many times as long chunks take between them.
-        prefer: the option prefer_fast_peers, of strategies that draw their peers.
+        prefer: prefer_fast, of strategies that draw their peers.
         failures_per_hour: failure rate of one super learner. In a plan failed ones are not replaced.
         spread: largest relative difference of a step from `step_s`.
         chunks: number of chunks that stand for the model; raised to 1 / the smallest share if smaller.

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_adpsgd.config import MOST_PREFERRED
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies import Rounds, parse
+from hvd_adpsgd.strategies.validation import MOST_PREFERRED
 from hvd_adpsgd_lab.simulation.bounds import SEED, Bound, check_fields, in_bound, in_bounds
 from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.faults import FAULTS
@@ -187,7 +187,7 @@ class Scenario:
         shown: whether super learners of one host read each other's models directly in shared memory.
         reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
         rare_period: chunks with odd numbers move in every so-manyth exchange only.
-        prefer: the option prefer_fast_peers.
+        prefer: prefer_fast.
         copy_every: steps between two copies of a chunk without a correction to the engine.
         aims: whether a random half of the windows are where models differ most.
     """

@@ -1,7 +1,6 @@
 """Exchanges between hosts some of whose links are slow: FOLDER. Each learner writes FOLDER/RANK.json."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -33,7 +32,6 @@ def main() -> None:
         "drift": drift,
         "met": training.met(),
         "exchanges_per_s": hvd.metrics()["exchanges"] / took_s,
-        "prefer": os.environ["HVD_ADPSGD_PREFER_FAST_PEERS"],
     }
     (Path(sys.argv[1]) / f"{hvd.rank()}.json").write_text(json.dumps(facts))
     hvd.shutdown()
