@@ -46,7 +46,7 @@ def main() -> int:
         print(f"hvd_adpsgd run: {error.strerror}: {error.filename}", file=sys.stderr)
         return 127
     # not PR_SET_PDEATHSIG, which would end a shell, but not the learner below it
-    guard = ["sh", "-c", _GUARD, str(learner.pid)]
+    guard = ["/bin/sh", "-c", _GUARD, str(learner.pid)]
     guarding = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
     is_over = _serve(learner, reads, told["mark"].encode())
     guarding.communicate(b"" if is_over else b"ended\n")

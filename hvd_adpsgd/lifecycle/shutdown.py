@@ -652,7 +652,7 @@ def _release_launcher() -> None:
     pid, name = launcher
     silent = subprocess.DEVNULL
     subprocess.Popen(
-        ["sh", "-c", _RELEASE, "hvd_adpsgd", str(pid), name],
+        ["/bin/sh", "-c", _RELEASE, "hvd_adpsgd", str(pid), name],
         stdin=silent,
         stdout=silent,
         stderr=silent,

@@ -15,7 +15,7 @@ from tests.launcher import ROOT, environment, run_learners
 
 torch = pytest.importorskip("torch")
 
-STUDIES = ROOT / "examples" / "studies"
+STUDIES = ROOT / "lab" / "studies"
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_NONFINITE": "skip"}
 STATES, UTTERANCES, FRAMES = 7, 12, 64
 SIZES = {"layers": 2, "hidden": 12, "batch": 32, "minibatches": 24}
