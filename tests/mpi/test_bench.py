@@ -43,7 +43,10 @@ def test_operations() -> None:
 def test_wires() -> None:
     given = {"HVD_ADPSGD_WIRE_DTYPE": "int8", "HVD_ADPSGD_DASHBOARD_TOKEN": "a" * 16}
     result = json.loads(bench("wires", "--json", "--mib=1", "--rounds=2", **given))
-    assert result["options"] == {"HVD_ADPSGD_WIRE_DTYPE": "int8"}  # numbers say of what they are
+    options = {
+        k: v for k, v in result["options"].items() if k != "HVD_ADPSGD_INNER"
+    }  # of the tests
+    assert options == {"HVD_ADPSGD_WIRE_DTYPE": "int8"}  # numbers say of what they are
     for way in ("socket", "mpi", "tcp"):
         assert all(result[way][name] > 0 for name in ("mb_per_s_each_way", "cpu_s_per_gb"))
     assert result["tcp"]["speed_to_socket_min"] > 0

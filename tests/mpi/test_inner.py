@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def test_without_horovod() -> None:
             assert facts["supers"] == supers
             assert facts["same"] and facts["moved"], facts
             assert "step 0: the gradients differ" in facts["refused"], facts
-        assert result.stderr.count("Horovod is not installed") == 1, result.report()
+        told = int("TEST_INNER" not in os.environ)  # else torch was asked for
+        assert result.stderr.count("Horovod is not installed") == told, result.report()
 
 
 @pytest.mark.extended
