@@ -24,10 +24,12 @@ __all__ = [
     "Config",
     "Option",
     "OptionRow",
+    "environment_name",
     "period_of_moments",
 ]
 
 PREFIX = "HVD_ADPSGD_"
+_PRIVATE = "ADPSGD_"
 # Not an option: this variable holds the super_rank of the failed super learner that a replacement replaces.
 REPLACES = "HVD_ADPSGD_JOIN_AS"
 FIRST_SHARE = 1 / 16  # with exchange_share=auto, before anything was measured
@@ -49,6 +51,7 @@ class Option:
         word: a word (compared without case) that is allowed in place of a number.
         optional: whether None is allowed; in the environment an empty string or "none".
         same: whether all learners of a job need the same value; init() compares it.
+        is_private: whether it is for tests and studies alone: in no page, and read from ADPSGD_* variables.
     """
 
     kind: type
@@ -62,6 +65,7 @@ class Option:
     word: str | None = None
     optional: bool = False
     same: bool = True
+    is_private: bool = False
 
     @property
     def range(self) -> str:
@@ -261,6 +265,7 @@ class Config:
         "below 1",
         low=1,
         high=64,
+        is_private=True,
     )
     wire: str = _option(
         "auto",
@@ -291,6 +296,7 @@ class Config:
         "",
         "how models and large tensors travel on one host: shared memory, or messages",
         choices=("memory", "mpi"),
+        is_private=True,
     )
     nonfinite: str = _option(
         "raise",
@@ -307,6 +313,7 @@ class Config:
         "largest piece in which a model travels; above the default at most an eighth of the model",
         low=64,
         high=65536,
+        is_private=True,
     )
     deadline_s: float = _option(
         1.0,
@@ -453,18 +460,22 @@ class Config:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
         """Read the options from HVD_ADPSGD_* variables; options without a variable have their default.
 
+        Private options are read from ADPSGD_* variables.
         An empty variable stands for the default. A variable HVD_ADPSGD_* that is no option is an error,
         because a misspelt option would otherwise be ignored silently.
 
         Raises:
             ConfigError: for an unknown name, or a value that is unreadable or out of range.
         """
-        given = {
-            key: text for key, text in environ.items() if key.startswith(PREFIX) and key != REPLACES
-        }
         known = {environment_name(name): name for name in _options()}
-        for key in sorted(given):
-            _require_known(key, known, "environment variable", "environment")
+        given = {
+            key: text
+            for key, text in environ.items()
+            if (key.startswith(PREFIX) and key != REPLACES) or key in known
+        }
+        public = [row.env for row in cls.table()]
+        for key in sorted(given.keys() - known.keys()):
+            _require_known(key, public, "environment variable", "environment")
         return cls(
             **{known[key]: _parsed(known[key], text) for key, text in given.items() if text.strip()}
         )
@@ -488,7 +499,7 @@ class Config:
 
     @classmethod
     def table(cls) -> tuple[OptionRow, ...]:
-        """Return the documentation's table of options: one row per option, in the order of the fields."""
+        """Return the documentation's table: one row per public option, in the order of the fields."""
         return tuple(
             OptionRow(
                 f.name,
@@ -499,12 +510,13 @@ class Config:
                 option.meaning,
             )
             for f, option in ((f, f.metadata["option"]) for f in dataclasses.fields(cls))
+            if not option.is_private
         )
 
 
 def environment_name(name: str) -> str:
     """Return the environment variable of the option `name`."""
-    return PREFIX + name.upper()
+    return (_PRIVATE if _options()[name].is_private else PREFIX) + name.upper()
 
 
 def _options() -> dict[str, Option]:

@@ -509,8 +509,7 @@ def _failure(kind: int, code: int, peer: int | None, who: str, weight: float) ->
         )
     if kind == _FAULT_MEMORY:
         return TransportError(
-            f"no memory for the buffers of an exchange with {who}: free memory on this host or "
-            "lower HVD_ADPSGD_CHUNK_KIB."
+            f"no memory for the buffers of an exchange with {who}: free memory on this host."
         )
     if kind == _FAULT_GONE:
         return PeerFailedError(

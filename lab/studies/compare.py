@@ -24,7 +24,7 @@ from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_pa
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-SHARED = {"HVD_ADPSGD_CHUNK_KIB": "64"}  # the minimum: the demo's model then has 16 chunks
+SHARED = {"ADPSGD_CHUNK_KIB": "64"}  # the minimum: the demo's model then has 16 chunks
 BASELINE = "synchronous"
 FAMILIES = {
     "Free running": (

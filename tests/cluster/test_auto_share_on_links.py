@@ -28,7 +28,7 @@ def test_the_share_follows_the_link(tmp_path: Path, wire: str) -> None:
     """With wire_dtype="auto" the bits do."""
     command = ["horovodrun", "-np", "2", "-H", "node1:1,node2:1", sys.executable, str(PROGRAM)]
     options = {
-        "HVD_ADPSGD_CHUNK_KIB": "64",
+        "ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_MAX_OVERHEAD": "1",  # only the link counts
         "HVD_ADPSGD_WIRE": "tcp",
         "HVD_ADPSGD_WIRE_DTYPE": wire,

@@ -162,7 +162,7 @@ CUTS = """
 @pytest.mark.parametrize("same_host", ["memory", pytest.param("mpi", marks=pytest.mark.extended)])
 def test_connections_that_end_between_living_learners_split_no_job(same_host: str) -> None:
     """As a firewall or a NAT ends them: all connections of each learner in turn, many times."""
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "HVD_ADPSGD_SAME_HOST": same_host}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "ADPSGD_SAME_HOST": same_host}
     result = run_learners(3, CUTS, env=env, launcher="srun").checked()
     for rank, fact in enumerate(result.by_rank()):
         assert fact["cuts"] > 0

@@ -41,7 +41,7 @@ AUTO = """
 def test_the_share_follows_the_bound_and_the_mean_is_kept(way: str, bound: str, size: str) -> None:
     env = {
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": size,
-        "HVD_ADPSGD_CHUNK_KIB": "64",
+        "ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_MAX_OVERHEAD": bound,
         "OMP_NUM_THREADS": "1",
     }

@@ -25,7 +25,7 @@ def test_learners_of_a_node_have_the_same_bits_after_every_step() -> None:
 def test_the_mean_moves_by_gradients_only() -> None:
     """With 16-bit parameters too, as exactly as on CPUs: SGD rounds those in every step."""
     bounds = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 5e-2, "between": 1e-12}
-    env = {**SEED, SIZE: "1", "HVD_ADPSGD_CHUNK_KIB": "64"}
+    env = {**SEED, SIZE: "1", "ADPSGD_CHUNK_KIB": "64"}
     cases = by_case(launch(3, "mean_of_models.py", *bounds, **env))
     for name, bound in bounds.items():
         said = cases[name]

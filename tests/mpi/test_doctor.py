@@ -139,7 +139,7 @@ def test_mpi_without_threads():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        pytest.param("HVD_ADPSGD_CHUNK_KIB", "huge", marks=pytest.mark.extended),
+        pytest.param("HVD_ADPSGD_DEADLINE_S", "huge", marks=pytest.mark.extended),
         ("HVD_ADPSGD_AVERAGING", "random_pears"),
     ],
 )

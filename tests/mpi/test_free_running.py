@@ -80,8 +80,8 @@ def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
     env = {
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
         "HVD_ADPSGD_WIRE_DTYPE": "float16",
-        "HVD_ADPSGD_CHUNK_KIB": "64",
-        "HVD_ADPSGD_SAME_HOST": same_host,
+        "ADPSGD_CHUNK_KIB": "64",
+        "ADPSGD_SAME_HOST": same_host,
     }
     for facts in run_learners(2, program, env=env).checked().by_rank():
         (line,) = facts["told"]

@@ -23,7 +23,7 @@ PLACES = [
 
 @functools.cache
 def joined(*env: tuple[str, str]) -> dict[str, list[dict[str, Any]]]:
-    size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_CHUNK_KIB": "64"}
+    size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "ADPSGD_CHUNK_KIB": "64"}
     result = run_learners(4, PROGRAM, env={**size, **dict(env)}).checked()
     said: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for facts in sorted(result.said, key=lambda facts: facts["rank"]):

@@ -25,7 +25,7 @@ FOUND: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def said() -> list[dict[str, Any]]:
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_CHUNK_KIB": "64"}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "ADPSGD_CHUNK_KIB": "64"}
     return run_learners(4, PROGRAM, env=env).checked().said
 
 

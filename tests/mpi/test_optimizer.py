@@ -155,7 +155,7 @@ def test_buffers_approach_each_other_if_asked() -> None:
 )
 def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -> None:
     # a stall of average_model between backward() and step() would last beyond the launch
-    env = {SIZE: str(k), "HVD_ADPSGD_CHUNK_KIB": "64", "HVD_ADPSGD_DEADLINE_S": "600"}
+    env = {SIZE: str(k), "ADPSGD_CHUNK_KIB": "64", "HVD_ADPSGD_DEADLINE_S": "600"}
     cases = by_case(launch(np, "mean_of_models.py", *names, **env))
     beside = cases.pop("equal")
     assert [facts["kept"] for facts in beside] == [True] * np

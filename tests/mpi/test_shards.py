@@ -53,7 +53,7 @@ def run(learners: int, of: str, *args: str, program: str = SHARDS, **env: str) -
     options = {
         "HVD_ADPSGD_SHARD": "auto",
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": of,
-        "HVD_ADPSGD_CHUNK_KIB": "64",
+        "ADPSGD_CHUNK_KIB": "64",
         "HVD_ADPSGD_LOG_LEVEL": "info",
         **env,
     }
@@ -72,7 +72,7 @@ def run(learners: int, of: str, *args: str, program: str = SHARDS, **env: str) -
 def test_every_learner_averages_its_shard_and_the_mean_is_kept(
     dtype: str, wire: str, same_host: str
 ) -> None:
-    env = {"HVD_ADPSGD_WIRE": wire, "HVD_ADPSGD_SAME_HOST": same_host}
+    env = {"HVD_ADPSGD_WIRE": wire, "ADPSGD_SAME_HOST": same_host}
     near = 2.0 if dtype == "bfloat16" else 0.5
     result = run(4, "2", dtype, str(near), **env).checked()
     told = result.by_rank()

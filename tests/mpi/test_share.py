@@ -67,8 +67,8 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
 ) -> None:
     env = {
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
-        "HVD_ADPSGD_CHUNK_KIB": "64",
-        "HVD_ADPSGD_SAME_HOST": same_host,
+        "ADPSGD_CHUNK_KIB": "64",
+        "ADPSGD_SAME_HOST": same_host,
         "HVD_ADPSGD_AVERAGING": f"random_pairs:prefer_fast={0.9 if same_host == 'mpi' else 0}",
     }
     result = run_learners(3, SHARES, args=[str(share), wire], env=env).checked()
@@ -86,8 +86,8 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
 def test_share_and_bits_are_chosen_and_the_mean_is_kept() -> None:
     env = {
         "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
-        "HVD_ADPSGD_CHUNK_KIB": "64",
-        "HVD_ADPSGD_SAME_HOST": "mpi",
+        "ADPSGD_CHUNK_KIB": "64",
+        "ADPSGD_SAME_HOST": "mpi",
     }
     result = run_learners(3, SHARES, args=["auto", "auto"], env=env).checked()
     for facts in result.by_rank():

@@ -92,7 +92,7 @@ REFUSED = """
     from hvd_adpsgd.launch import bootstrap
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
     if "DIFFERENT" in os.environ:
-        os.environ["HVD_ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
+        os.environ["ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
     try:
         bootstrap.init()
     except Exception as error:
@@ -112,7 +112,7 @@ def test_bad_knob_is_refused_on_all() -> None:
 
 def test_different_knobs_are_refused_on_all() -> None:
     result = run_learners(2, REFUSED, env={"DIFFERENT": "1"})
-    refused(result, "ConfigError", 2, "HVD_ADPSGD_CHUNK_KIB", "64", "128", "learner 1")
+    refused(result, "ConfigError", 2, "ADPSGD_CHUNK_KIB", "64", "128", "learner 1")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_torch_inside(answer, level, words):
 @pytest.mark.parametrize(
     "environ",
     [
-        {"HVD_ADPSGD_CHUNK_KIB": "huge"},
+        {"HVD_ADPSGD_DEADLINE_S": "huge"},
         {"HVD_ADPSGD_CHUNKKIB": "1"},
         {"HVD_ADPSGD_DEADLINE_S": "0"},
     ],

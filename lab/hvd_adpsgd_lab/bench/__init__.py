@@ -112,7 +112,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "mib": (164.6, "size of the model"),
             "rounds": (9, ""),
             "through-mpi": (False, "exchange by MPI messages, as between hosts"),
-            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
         },
     ),
     "wires": (
@@ -120,7 +120,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         {
             "mib": (32.0, "size of the model"),
             "rounds": (9, ""),
-            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
             "hosts": ("", "two hosts, as node1,node2, with or without :SLOTS; none: this host"),
             "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
@@ -190,7 +190,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
         "the cost of averaging on a host without the network, for simulate --calibration",
         {
             "mib": (164.6, "size of the model"),
-            "chunk-kib": (256, "as HVD_ADPSGD_CHUNK_KIB"),
+            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
             "rounds": (9, ""),
             "out": ("", "file to write"),
         },

@@ -254,7 +254,7 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         "--moments-period",
         type=int,
         metavar="K",
-        help="as HVD_ADPSGD_MOMENTS_PERIOD: shared moments are in one of K exchanges (default "
+        help="as ADPSGD_MOMENTS_PERIOD: shared moments are in one of K exchanges (default "
         f"{TRAIN_DEFAULTS['moments_period']})",
     )
     group.add_argument(
