@@ -43,8 +43,8 @@ def main() -> int:
         if error.name != "hvd_adpsgd_lab":
             raise
         print(
-            f"{chosen[0]}: hvd_adpsgd_lab is not installed. Install the laboratory: "
-            f"python -m pip install hvd_adpsgd_lab=={__version__}",
+            f"{chosen[0]}: hvd_adpsgd_lab {__version__} is not installed. Install the laboratory: in a "
+            "checkout python -m pip install ./lab, elsewhere its wheel (make wheel).",
             file=sys.stderr,
         )
         return 2

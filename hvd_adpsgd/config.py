@@ -562,11 +562,11 @@ def _bad_value(name: str, option: Option, value: object) -> ConfigError:
 
 
 def _require_known(name: str, known: Iterable[str], kind: str, where: str) -> None:
-    names = {one.upper(): one for one in known}
+    names = {one.upper().removeprefix(PREFIX): one for one in known}
     if name in names.values():
         return
-    near = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), names, n=1)
+    hint = f" (did you mean {names[near[0]]}?)" if near else ""
     raise ConfigError(
-        f"unknown {kind} {name} in {where}. Did you mean {names[near[0]]}? Rename it or remove it: "
-        "docs/options.md lists all."
+        f"unknown {kind} {name} in {where}{hint}. Rename it or remove it: docs/options.md lists all."
     )

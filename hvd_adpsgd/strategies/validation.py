@@ -40,8 +40,13 @@ MOST_PREFERRED = 0.95
 
 def require_preference(strategy: str, value: Any) -> float:
     """Return prefer_fast as float; raise ConfigError unless 0 <= value <= 0.95."""
-    above = math.nextafter(MOST_PREFERRED, 1)
-    return require_number(strategy, "prefer_fast", value, 0, above)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 <= value <= MOST_PREFERRED:
+        raise ConfigError(
+            f"bad prefer_fast for {strategy}: got {value!r}, allowed is number >= 0 and "
+            f"<= {MOST_PREFERRED:g}. Give the same such number on every learner."
+        )
+    return float(value)
 
 
 def require_number(

@@ -193,10 +193,16 @@ def test_constructor_stores_plain_values():
 def test_unknown_variable_names_the_nearest(wrong, right):
     """First, and not behind the names of all options."""
     with pytest.raises(
-        ConfigError, match=rf"{wrong} in environment\. Did you mean {right}\?"
+        ConfigError, match=rf"{wrong} in environment \(did you mean {right}\?\)\. Rename"
     ) as error:
         Config.from_environment({wrong: "1"})
     assert str(error.value).count("HVD_ADPSGD_") == 2
+
+
+def test_a_name_that_is_like_no_other_is_taken_for_none():
+    with pytest.raises(ConfigError) as error:
+        Config.from_environment({"HVD_ADPSGD_ENGINE_CPUS": "auto"})
+    assert "ENGINE_CPUS in environment. Rename it or remove it" in str(error.value)
 
 
 def test_unknown_variable_is_refused_even_when_empty():
@@ -205,7 +211,7 @@ def test_unknown_variable_is_refused_even_when_empty():
 
 
 def test_replace_unknown_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"chunk_kb .*Did you mean chunk_kib\?"):
+    with pytest.raises(ConfigError, match=r"chunk_kb .*did you mean chunk_kib\?"):
         Config().replace(chunk_kb=128)
 
 
