@@ -18,6 +18,8 @@ from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.scenario import Fault as Drawn
 from hvd_adpsgd_lab.simulation.scenario import Scenario
 
+from hvd_adpsgd.config import environment_name
+
 EPOCH = 5  # steps between two checkpoints
 KINDS = {  # of the simulator, and ours
     "crash": "kill",
@@ -271,4 +273,5 @@ def _variables(s: Scenario, k: int, wire: str, has_pairs: bool) -> dict[str, str
         "WIRE_DTYPE": {"auto": "int8"}.get(s.wire, s.wire or None) if has_pairs else None,
         "MAX_STALENESS": s.max_staleness or None,
     }
-    return {f"HVD_ADPSGD_{name}": str(value) for name, value in found.items() if value is not None}
+    given = {name.lower(): str(value) for name, value in found.items() if value is not None}
+    return {environment_name(name): value for name, value in given.items()}

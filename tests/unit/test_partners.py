@@ -71,4 +71,6 @@ def test_bad_arguments():
 
 def test_the_engine_has_as_many_candidates():
     source = Path(__file__).parents[2] / "ext/hvd_adpsgd/engine/partners.pyx"
+    if not source.exists():
+        pytest.skip("no checkout: the wheel holds no sources")
     assert f"CANDIDATES = {partners.CANDIDATES} " in source.read_text("utf-8")
