@@ -201,7 +201,7 @@ $(STAMPS)/horovod: hvd_adpsgd/tools/build_horovod.py $(STAMPS)/horovod.given $(S
 
 $(STAMPS)/editable: pyproject.toml $(STAMPS)/packages
 	@echo "== venv: installing hvd_adpsgd in place"
-	@$(LOCK) $(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@$(LOCK) ADPSGD_IN_PLACE=1 $(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(STAMPS)/extension: $(EXT_SOURCES) $(STAMPS)/extension.given $(STAMPS)/editable | $(STAMPS)/horovod
@@ -218,7 +218,7 @@ $(STAMPS)/laboratory: $(LAB_SOURCES) $(STAMPS)/extension.given | $(STAMPS)/exten
 
 $(STAMPS)/lab-editable: lab/pyproject.toml $(STAMPS)/packages | $(STAMPS)/laboratory
 	@echo "== venv: installing the laboratory in place"
-	@$(LOCK) $(PIP) install --quiet --no-build-isolation --no-deps --editable lab
+	@$(LOCK) ADPSGD_IN_PLACE=1 $(PIP) install --quiet --no-build-isolation --no-deps --editable lab
 	@touch $@
 
 $(STAMPS)/ready: | $(STAMPS)/extension $(STAMPS)/lab-editable

@@ -33,6 +33,8 @@ COMPILE_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-pthread", "-fopenmp-s
 LINK_FLAGS = ["-pthread", "-Wl,-rpath,$ORIGIN/../../../..", "-Wl,--as-needed"]
 # Python's stable ABI: one build for 3.11 and all later versions. Builds of Python without a GIL have none.
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+# make compiles in place, so that `pip install --editable`, which does not look what is there, need not
+IN_PLACE = "ADPSGD_IN_PLACE" in os.environ
 ABI_MACROS = [("Py_LIMITED_API", "0x030b0000")] if STABLE_ABI else []
 
 
@@ -112,7 +114,7 @@ class BuildExtensions(build_ext):
     """Cythonizes and compiles; tools are looked for only here, so that an sdist needs none."""
 
     def run(self) -> None:
-        if not self.extensions:
+        if not self.extensions or (IN_PLACE and self.editable_mode):
             return
         check_tools()
         import mpi4py

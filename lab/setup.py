@@ -22,6 +22,8 @@ CONTRACTS = CHECKOUT if (CHECKOUT / "hvd_adpsgd").is_dir() else PACKAGE.parent
 # The engine's (see its setup.py), for the same reasons: a simulated exchange rounds as a real one.
 COMPILE_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-pthread"]
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+# make compiles in place, so that `pip install --editable`, which does not look what is there, need not
+IN_PLACE = "ADPSGD_IN_PLACE" in os.environ
 ABI_MACROS = [("Py_LIMITED_API", "0x030b0000")] if STABLE_ABI else []
 
 
@@ -29,7 +31,7 @@ class BuildExtensions(build_ext):
     """Cythonizes and compiles, as many modules at once as there are cores."""
 
     def run(self) -> None:
-        if not self.extensions:
+        if not self.extensions or (IN_PLACE and self.editable_mode):
             return
         from Cython.Build import cythonize
 
