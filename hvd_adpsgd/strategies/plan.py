@@ -184,14 +184,12 @@ class Strategy(ABC):
         averages: what super learners average: "models", "gradients", or "nothing": then all learners
             form one super learner, as in plain Horovod.
         is_gossip: whether the strategy only averages pairs of models asynchronously.
-        draws_peers: whether it also draws these pairs at random, so that fast peers may be preferred.
         refuses: uses that have no meaning with this strategy, each with the reason and the cure.
     """
 
     name: ClassVar[str]
     averages: ClassVar[Averaged] = "models"
     is_gossip: ClassVar[bool] = False
-    draws_peers: ClassVar[bool] = False
     refuses: ClassVar[Mapping[str, str]] = {}
 
     def refuse(self, use: str, error: type[AdpsgdError] = ConfigError) -> None:

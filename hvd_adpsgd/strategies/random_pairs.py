@@ -39,7 +39,6 @@ class RandomPairs(Strategy):
     prefer_fast: float = 0.0
     name: ClassVar[str] = "random_pairs"
     is_gossip: ClassVar[bool] = True
-    draws_peers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))

@@ -70,7 +70,6 @@ class RandomRing(Strategy):
     prefer_fast: float = 0.0
     name: ClassVar[str] = "random_ring"
     is_gossip: ClassVar[bool] = True
-    draws_peers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_seed(self.name, self.seed))

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def told(operation: F) -> F:
-    """Return `operation` so that, if it fails, it raises why this super learner cannot go on, if known."""
+    """Decorator: a failure of `operation` raises the error that ended this super learner, if there is one."""
 
     @functools.wraps(operation)
     def told(*args: Any, **kwargs: Any) -> Any:

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 
 from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.training.first_models import APART
 
 __all__ = ["warn_of_drift"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_APART = 1e-3  # tensors differ if their sums differ by this share of their norm
 _has_warned = [False]
 
 
@@ -42,7 +42,7 @@ def warn_of_drift(
     for rank in world.groups[world.super_rank]:
         for name, its in sums.get(rank, {}).items():
             apart = abs(its - own.get(name, its))
-            if apart and apart > _APART * float(named[name].norm()):
+            if apart and apart > APART * float(named[name].norm()):
                 _has_warned[0] = True
                 log.warning(
                     "%s: learner %d holds another %r than learner %d of the same super learner, whose model "

@@ -25,11 +25,11 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.mates import Mates
 from hvd_adpsgd.training.parameters import AveragingSpec
 
-__all__ = ["FirstModels"]
+__all__ = ["APART", "FirstModels"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_APART = 1e-3  # models differ if their sums differ by this share of their norm
+APART = 1e-3  # models differ if their sums differ by this share of their norm
 # operations after which super learners may have one model
 _MEET = {"average_model", "broadcast", "broadcast_object", "broadcast_parameters", "admit"}
 _MEET |= {"allgather", "allgather_object", "broadcast_async"}
@@ -103,7 +103,7 @@ class FirstModels:
     @torch.no_grad()
     def _least_difference(self) -> float:
         squares = [float(t.detach().float().norm()) ** 2 for t in self._tensors]
-        return _APART * math.sqrt(sum(squares))
+        return APART * math.sqrt(sum(squares))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ will begin no further one before this learner does something else:
 Numbers alone do not tell: operations between two peers count, too, so learners may differ in them for good.
 So the thread that trains must also be in a call of torch that waits for peers.
 
-A peer in an operation over all learners says so by messages (`Collectives.require_step`). A peer in an
+A peer in an operation over all learners reports it in messages (`Collectives.require_step`). A peer in an
 operation inside the super learner cannot: its thread is in Horovod. So each watch looks where the thread that
 trains is, and writes that to a board in shared memory, for the others. They read on `Mates` whether they have
 begun that operation, too. So they end also the wait of this library for a peer's gradients.
@@ -95,8 +95,8 @@ class _Board:
 
         ended       0 until the learner enters shutdown(), then 1 + the number of operations it had begun
         begun       number of operations of torch that it has begun, up to a second ago
-        found       1 once it has found that this super learner cannot go on
-        text        what it has found; before, the operation inside the super learner in which it is; or ""
+        found       1 once it has detected an error that ends the super learner
+        text        that error; before, the operation inside the super learner that it is in, or ""
     """
 
     def __init__(self, world: World):

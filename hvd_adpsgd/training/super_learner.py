@@ -53,7 +53,7 @@ class SuperLearner:
         mates: how far the other learners are in gradients and operations.
         replacements: compares, between the learners, the gradients that the script set in place of averages.
         broken: the error that further steps raise, if another thread has found that none can be made.
-        find_cause: sets `broken` if another learner has found that this super learner cannot go on.
+        find_cause: sets `broken` if another learner has detected an error that ends this super learner.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SuperLearner:
             raise self._broken(failed) from None
 
     def require_whole(self) -> None:
-        """Raise the error for which this super learner cannot go on, if some learner has found one."""
+        """Raise the error that ended this super learner, if one of its learners has detected one."""
         self.find_cause()
         if self.broken is not None:
             raise self.broken

@@ -144,7 +144,7 @@ def test_a_long_value_is_cut_and_marked_as_cut() -> None:
 
 
 def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its averaging goes on until the script's thread stops it: peers would count the time without a step."""
+    """Averaging continues until the script's thread stops it; the time without steps is no hang."""
     told: list[Report | None] = []
     engine = SimpleNamespace(
         counters=lambda: None,

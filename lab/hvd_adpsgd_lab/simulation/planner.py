@@ -194,7 +194,7 @@ class Cluster:
     def _check_links(self) -> None:
         """Raise ConfigError for links or preferences that the simulation would ignore."""
         strategy, n = parse(self.strategy), self.super_learners
-        if self.prefer and not strategy.draws_peers:
+        if self.prefer and not hasattr(strategy, "prefer_fast"):
             raise ConfigError(
                 f"a cluster: prefer (--prefer-fast-peers) is {self.prefer:g} with {strategy.spec()}, "
                 "but works with random_pairs and random_ring only. Leave it out, or use one of these."
