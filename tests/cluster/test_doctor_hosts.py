@@ -49,7 +49,7 @@ def test_hosts_that_are_fit(cluster: Cluster) -> None:
     assert found["host node1"]["found"].startswith("this host")
     assert found["host node2"]["found"].startswith("ssh works")
     assert found["launch"]["level"] == "ok", found
-    assert "started 3 learners, one was killed, 2 went on" in found["launch"]["found"]
+    assert "3 learners started, one was killed, 2 went on" in found["launch"]["found"]
 
 
 @pytest.mark.slow
