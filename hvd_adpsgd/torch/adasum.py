@@ -9,6 +9,7 @@ import torch
 
 from hvd_adpsgd.errors import (
     GradientOrderError,
+    UnsupportedOptimizerError,
 )
 from hvd_adpsgd.training.inner_averaging import (
     completion_of,
@@ -50,8 +51,21 @@ def _adasum_allreduce(self: Any, parameter: torch.Tensor) -> Any:
     return handle
 
 
+def _refuse_group(self: Any) -> None:
+    raise UnsupportedOptimizerError(
+        "add_param_group with op=Adasum, for which Horovod keeps a tensor per parameter: wrap a new "
+        "optimizer with all groups instead."
+    )
+
+
+def _nothing(self: Any) -> None:
+    """Do nothing: the parameters hold differences until step()."""
+
+
 ADASUM_METHODS = {
     "step": _adasum_step,
-    "synchronize": lambda self: None,
+    "synchronize": _nothing,
+    "_require_extensible": _refuse_group,
+    "_drop_gradients": _nothing,
     "_allreduce_grad_async": _adasum_allreduce,
 }

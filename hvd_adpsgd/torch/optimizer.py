@@ -42,6 +42,7 @@ from hvd_adpsgd.torch.optimizer_arguments import (
 from hvd_adpsgd.torch.plain_optimizer import (
     become_plain,
     is_plain_in_use,
+    pass_on,
     plain_step,
     record_parts,
     say_nothing_to_average,
@@ -209,20 +210,26 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     wrapped.process_set = ranks
     refuse_graphs(wrapped._grad_accs)
+    combines_steps = op == horovod.Adasum and world.inner_size > 1
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
         compares = not (spec.averages_gradients or spec.is_sharded)
-        become_plain(wrapped, type(optimizer), spec.trained, compares)
-        if world.config.timeline is not None:
-            record_parts(wrapped, StepRecord(world))
+        if combines_steps:
+            pass_on(wrapped)
+        else:
+            become_plain(wrapped, type(optimizer), spec.trained, compares)
+            if world.config.timeline is not None:
+                record_parts(wrapped, StepRecord(world))
         bind(optimizer, wrapped, functools.partial(is_plain_in_use, weakref.ref(world)))
         return wrapped
-    _become_averaging(wrapped, type(optimizer))
+    _become_averaging(wrapped, type(optimizer), ADASUM_METHODS if combines_steps else {})
     mine = wrapped._averaging = Averaging(world, spec, new_number(world))
     register(mine)
     mine.optimizer = weakref.ref(wrapped)
-    if hasattr(wrapped, "_starting_models"):  # Adasum: parameters hold differences until step()
+    if combines_steps:  # parameters hold differences until step()
         mine.first_models.skip()
+    else:
+        watch_computed(wrapped, wrapped._grad_accs)
     if world.inner_size > 1:
         watch_peers(mine.super_learner)
     if mine.rule.in_update:
@@ -282,8 +289,10 @@ def _say_retired(averaging: Averaging, ids: set[int]) -> None:
 # ---- the class made at run time ------------------------------------------------------------
 
 
-def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None:
-    """Give the instance that Horovod made a class with Horovod's methods, overridden by those of `_METHODS`.
+def _become_averaging(
+    wrapped: Any, parent: type[torch.optim.Optimizer], more: dict[str, Any]
+) -> None:
+    """Give the instance that Horovod made a class with Horovod's methods, overridden by _METHODS and `more`.
 
     Horovod's methods call super(self.__class__, self), so the class must derive from the user's class
     directly: a subclass of Horovod's class would recurse without end. The methods of `_METHODS` call
@@ -292,15 +301,12 @@ def _become_averaging(wrapped: Any, parent: type[torch.optim.Optimizer]) -> None
     """
     horovods = type(wrapped)
     namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
-    namespace.update(_METHODS)
-    if hasattr(wrapped, "_starting_models"):
-        namespace.update(ADASUM_METHODS)
+    namespace.update(_METHODS | more)
     namespace["_horovod"] = horovods
     namespace["_parent"] = parent
     wrapped.__class__ = type(parent.__name__, (parent,), namespace)
     wrapped._compression = Reducible(wrapped._compression)
     wrapped._gradients = Gradients()
-    watch_computed(wrapped, wrapped._grad_accs)
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -366,7 +372,7 @@ def _require_extensible(self: Any) -> None:
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more param_group from the next step on; all learners add groups in one order."""
-    _require_extensible(self)
+    self._require_extensible()
     require_same_kind(self._averaging.world, self._averaging.spec, param_group)
     require_shareable_moments(self._averaging.spec, self, [param_group], "add_param_group")
     self._parent.add_param_group(self, param_group)
@@ -389,7 +395,7 @@ def _average_replaced(self: Any) -> None:
     for group in self.param_groups:
         parameters = [p for p in group["params"] if p.requires_grad and id(p) not in known]
         if parameters:
-            _require_extensible(self)
+            self._require_extensible()
             new = {**group, "params": parameters}
             require_same_kind(self._averaging.world, self._averaging.spec, new)
             require_shareable_moments(self._averaging.spec, self, [new], "param_groups")
@@ -411,7 +417,7 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs
     """
     groups = state_dict.get("param_groups", [])
     require_shareable_moments(self._averaging.spec, self, groups, "load_state_dict")
-    drop_gradients(self)
+    self._drop_gradients()
     self._gradients.forget()
     reunite(self)
     _average_replaced(self)
@@ -451,6 +457,8 @@ _METHODS = {
     "close": _close,
     "_allreduce_grad_async": allreduce_grad_async,
     "_grouped_allreduce_grad_async": grouped_allreduce_grad_async,
+    "_require_extensible": _require_extensible,
+    "_drop_gradients": drop_gradients,
     "__deepcopy__": _refuse_copy,
     "__copy__": _refuse_copy,
     "__reduce_ex__": _refuse_copy,

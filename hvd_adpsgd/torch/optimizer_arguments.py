@@ -18,7 +18,8 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     UnsupportedOptimizerError,
 )
-from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.inner import backend, horovod
+from hvd_adpsgd.inner.over_torch.refused import refuse
 from hvd_adpsgd.launch.torch_group import are_inside, is_inside
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
@@ -98,6 +99,8 @@ def make_spec(
         strategy.refuse("buffers=")
     if inner["op"] == horovod.Adasum:
         strategy.refuse("op=Adasum")
+        if backend() == "torch":
+            refuse("op=hvd.Adasum")
     moments = None if world.is_plain else _moments(optimizer, strategy, config, world)
     compared = {
         "optimizer": type(optimizer),

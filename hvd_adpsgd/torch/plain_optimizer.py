@@ -33,12 +33,19 @@ from hvd_adpsgd.training.timeline import StepRecord
 __all__ = [
     "become_plain",
     "is_plain_in_use",
+    "pass_on",
     "plain_step",
     "record_parts",
     "say_nothing_to_average",
 ]
 
 log = logging.getLogger("hvd_adpsgd")
+
+
+def pass_on(wrapped: Any) -> None:
+    """Give Horovod's wrapped optimizer close(), and leave it as it is otherwise."""
+    kind = type(wrapped)
+    kind.close, kind._closed = _plain_close, False
 
 
 def become_plain(
@@ -50,7 +57,7 @@ def become_plain(
     """Adapt Horovod's wrapped optimizer, in a job of one super learner, to what torch's users expect.
 
     Changes the class that Horovod has made for this instance: step hooks run once, and a script may derive
-    from the class. Horovod's Adasum optimizer keeps its own step().
+    from the class.
 
     Args:
         wrapped: the optimizer that Horovod has made.
@@ -59,12 +66,12 @@ def become_plain(
         compares: whether the script averages gradients, so that the learners compare them in some steps.
     """
     kind = type(wrapped)
-    kind._parent, kind.close, kind._closed = parent, _plain_close, False
+    pass_on(wrapped)
+    kind._parent = parent
     kind._unseen = list(named)  # until the first step has looked at the model
     kind.zero_grad, kind.load_state_dict = _plain_zero_grad, _plain_load_state_dict
     kind.add_param_group = _plain_add_param_group
-    if not hasattr(wrapped, "_starting_models"):
-        kind.step = plain_step
+    kind.step = plain_step
     _repair(wrapped)
     if compares:
         wrapped.register_step_pre_hook(_Comparison())
@@ -137,8 +144,6 @@ def _repair(wrapped: Any) -> None:
     """Let the optimizer accept bfloat16 and non-contiguous gradients, which Horovod refuses."""
     kind = type(wrapped)
     wrapped._compression = Reducible(wrapped._compression)
-    if hasattr(wrapped, "_starting_models"):  # Horovod's Adasum optimizer reduces parameters
-        return
     reduce, reduce_group = kind._allreduce_grad_async, kind._grouped_allreduce_grad_async
 
     def allreduce_grad_async(self: Any, parameter: torch.Tensor) -> Any:
@@ -166,11 +171,9 @@ def record_parts(wrapped: Any, record: StepRecord) -> None:
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         nonlocal made
-        adasum = hasattr(self, "_starting_models")  # Adasum's step() reduces by itself
-        if not adasum:
-            _synchronize_for_step(self)
+        _synchronize_for_step(self)
         with record.part("optimizer", made):
-            loss = horovods_step(self, closure) if adasum else self._parent.step(self, closure)
+            loss = self._parent.step(self, closure)
         made += 1
         return loss
 

@@ -100,9 +100,6 @@ def _before_gradient(self: Any, parameters: tuple[torch.Tensor, ...]) -> None:
 
 def watch_computed(self: Any, nodes: Iterable[Any]) -> None:
     """Register hooks on autograd nodes that record each gradient which backward() has computed."""
-    # Horovod's Adasum optimizer uses gradients inside backward()
-    if hasattr(self, "_starting_models"):
-        return
     for node in nodes:
         node.register_hook(functools.partial(_note_computed, weakref.ref(self), node.variable))
 
@@ -132,12 +129,9 @@ def introduce(self: Any, names: dict[torch.Tensor, str], is_averaged: bool) -> N
     for parameter, name in names.items():
         self._parameter_names[parameter] = name
         self._allreduce_delay[parameter] = self.backward_passes_per_step
-        if getattr(self, "_groups", None) is not None:  # Horovod's Adasum optimizer lacks `_groups`
+        if self._groups is not None:
             self._p_to_group[parameter] = (parameter,)
             self._group_counts[(parameter,)] = 0
-        # Horovod's Adasum optimizer has a tensor per parameter here
-        if hasattr(self, "_starting_models"):
-            self._starting_models[parameter] = torch.zeros_like(parameter, requires_grad=False)
     if is_averaged:
         _register_hooks(self, names)
 
@@ -489,8 +483,6 @@ class Reducible:
 
 def drop_gradients(self: Any) -> None:
     """Forget gradients that wait for a step, as Horovod does; waits for running all-reduces first."""
-    if hasattr(self, "_starting_models"):  # Adasum: parameters hold differences until step()
-        return
     running = {key: handle for key, (handle, _) in self._handles.items() if handle is not None}
     if running:
         sent = sum(len(key) if isinstance(key, tuple) else 1 for key in running)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.launcher import horovod_inside
 from tests.mpi.test_optimizer import STEPS, by_case, launch, require_trained
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-CASES = ["SGD", "accumulate", "scaled", "growing", "mixture_fp16", "adasum"]
+CASES = ["SGD", "accumulate", "scaled", "growing", "mixture_fp16", *["adasum"] * horovod_inside()]
 SEED = {"TEST_DEVICES": "3"}
 SIZE = "HVD_ADPSGD_SUPER_LEARNER_SIZE"
 

@@ -116,7 +116,6 @@ def held_out_losses(result: Result) -> list[float]:
         ("mpirun", "horovod", ["--use-adasum"]),
         ("horovodrun", "horovod", ["--fp16-allreduce", "--gradient-predivide-factor", "2"]),
         ("torchrun", "torch", []),
-        ("torchrun", "torch", ["--use-adasum"]),
         ("torchrun", "torch", ["--fp16-allreduce", "--gradient-predivide-factor", "2"]),
     ],
 )

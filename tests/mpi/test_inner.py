@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 INNER = {"HVD_ADPSGD_INNER": "torch"}
 # one of each kind of gradients: dense, sparse, in groups, accumulated, of a closure, in changing graphs
-CASES = ("AdamW", "closure", "accumulate", "dynamic", "groups", "adasum", "sparse", "scaled")
+CASES = ("AdamW", "closure", "accumulate", "dynamic", "groups", "sparse", "scaled")
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def test_synchronous_training_of_four_is_horovods_to_rounding() -> None:
 def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
     """As Horovod's broadcast does. A HOROVOD_TIMELINE, which nothing writes, is told of once.
 
-    Process sets are refused: torch.distributed would reduce over all learners.
+    Process sets and Adasum are refused: torch.distributed has neither.
     """
     program = """
         import torch
@@ -92,6 +92,7 @@ def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
             lambda: hvd.broadcast_object(1, process_set=own),
             lambda: hvd.alltoall(torch.ones(2), process_set=own),
             lambda: hvd.barrier(process_set=own),
+            lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum),
             lambda: hvd.add_process_set([0]),
             lambda: hvd.DistributedOptimizer(plain, process_set=own),
         ):
@@ -99,13 +100,14 @@ def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:
                 act()
                 refused.append("nothing raised")
             except MissingRequirementError as error:
-                refused.append("process_set" in str(error) and "HVD_ADPSGD_INNER=horovod" in str(error))
+                asked = "process_set" in str(error) or "Adasum" in str(error)
+                refused.append(asked and "HVD_ADPSGD_INNER=horovod" in str(error))
         say(rank=hvd.rank(), kept=kept, rate=group["lr"], buffer=buffer.tolist(), refused=refused, norm=norm)
     """
     result = run_learners(2, program, env={**INNER, "HOROVOD_TIMELINE": "/nowhere"}).checked()
     for facts in result.by_rank():
         assert facts["kept"] and facts["rate"] == 0.25 and facts["buffer"] == [1.0] * 3, facts
-        assert facts["refused"] == [True] * 8, facts
+        assert facts["refused"] == [True] * 9, facts
         assert "to be on GPU" in facts["norm"], "SyncBatchNorm did not synchronize, or did so here"
     assert result.stderr.count("HOROVOD_TIMELINE is set") == 1, result.report()
 
@@ -150,7 +152,7 @@ def test_gradients_are_averaged_by_the_library_or_by_ddp(who: str) -> None:
         ("nobody", ("GradientOrderError", "step 0", "average_gradients=False", "Nothing was")),
         ("twice", ("ModelMismatchError", "average_gradients=True", "Leave the argument out")),
         ("rounds", ("ConfigError", "averaging=delay_by_one", "use random_pairs")),
-        ("adasum", ("ConfigError", "op=Adasum", "leave op out")),
+        ("adasum", ("MissingRequirementError", "op=hvd.Adasum", "HVD_ADPSGD_INNER=horovod")),
         ("wrong_group", ("ModelMismatchError", "process_group=hvd.super_learner_group()")),
     ],
 )

@@ -496,7 +496,6 @@ REFUSED = {
         "ConfigError",
         ("gossip_pga", "synchronous", "random_pairs"),
     ),
-    "adasum": ("ConfigError", ("Adasum", "delay_by_one")),
     "class": ("ConfigError", ("RandomPairs",)),
     "closure": ("UnsupportedOptimizerError", ("closure", "delay_by_one")),
     "group/delayed_gradients": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),

@@ -16,9 +16,9 @@ from hvd_adpsgd.inner.over_torch.names import (
     Sum,
     global_process_set,
     handle_average_backwards_compatibility,
-    num_rank_is_power_2,
 )
 from hvd_adpsgd.inner.over_torch.pending import Pending
+from hvd_adpsgd.inner.over_torch.refused import refuse
 from hvd_adpsgd.inner.over_torch.requests import JOIN, Request
 
 __all__ = [
@@ -110,10 +110,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begin to reduce tensors in place; return a handle."""
     op = handle_average_backwards_compatibility(op, average)
-    if op == Adasum and not num_rank_is_power_2(world.size()):
-        raise NotImplementedError(
-            f"Adasum needs a power of 2 of learners, and this super learner has {world.size()}."
-        )
+    if op == Adasum:
+        refuse("op=hvd.Adasum")
     _require_reducible(tensors)
     device = tensors[0].device.type
     same = [int(op), float(prescale_factor), float(postscale_factor), device, _specs(tensors)]

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.inner.over_torch import world
-from hvd_adpsgd.inner.over_torch.adasum_optimizer import AdasumMethods
 from hvd_adpsgd.inner.over_torch.compression import Compression
 from hvd_adpsgd.inner.over_torch.functions import broadcast_object
-from hvd_adpsgd.inner.over_torch.names import Adasum, Average, global_process_set
+from hvd_adpsgd.inner.over_torch.names import Average, global_process_set
 from hvd_adpsgd.inner.over_torch.operations import (
     allreduce_async_,
     grouped_allreduce_async_,
@@ -220,10 +219,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if groups is None and num_groups:
         groups = num_groups
-    adasum = op == Adasum and world.size() > 1
-    methods = _methods(_DistributedOptimizer) | (_methods(AdasumMethods) if adasum else {})
-    kind = type(optimizer.__class__.__name__, (optimizer.__class__,), methods)
-    wrapped = kind(
+    kind = type(
+        optimizer.__class__.__name__, (optimizer.__class__,), _methods(_DistributedOptimizer)
+    )
+    return kind(
         optimizer.param_groups,
         named_parameters,
         compression,
@@ -234,12 +233,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense,
         process_set,
     )
-    if adasum:
-        for parameter in wrapped._requires_update:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        parameters = wrapped._parameter_names
-        wrapped._starting_models = {p: torch.zeros_like(p, requires_grad=False) for p in parameters}
-    return wrapped
 
 
 def _methods(kind: type) -> dict[str, Any]:

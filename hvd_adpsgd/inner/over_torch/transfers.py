@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_adpsgd.inner.gpus import abort_nccl, cuda_backend
-from hvd_adpsgd.inner.over_torch.names import Adasum, Average, Max, Min, Product, Sum
+from hvd_adpsgd.inner.over_torch.names import Average, Max, Min, Product, Sum
 from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
 from hvd_adpsgd.inner.tensor_bytes import bytes_of, overwrite
@@ -176,12 +176,6 @@ class Transfers:
 
     def _reduce(self, tensors: list[torch.Tensor], op: int, before: float, after: float) -> None:
         """Reduce tensors of one dtype in place."""
-        if op == Adasum:
-            for tensor in tensors:
-                _scale(tensor, before)
-                tensor.copy_(self._adasum(tensor))
-                _scale(tensor, after)
-            return
         wide = _WIDER.get(tensors[0].dtype, tensors[0].dtype)
         together = len(tensors) > 1 or tensors[0].dtype != wide or not tensors[0].is_contiguous()
         if together:
@@ -198,15 +192,6 @@ class Transfers:
             parts = flat.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-    def _adasum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Combine the learners' tensors in pairs, by Maleki et al., arXiv:2006.02924."""
-        found = [
-            each.view(tensor.dtype).view(tensor.shape) for each in self._exchanged(tensor, None)
-        ]
-        while len(found) > 1:
-            found = [_combined(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
 
     def _reducescatter(self, decision: Decision, pending: Pending) -> list[torch.Tensor]:
         op, before, after = decision.request.same[:3]
@@ -292,7 +277,7 @@ def _fusions(batch: Sequence[Work]) -> Iterator[int]:
     for decision, _ in batch:
         request = decision.request
         key, mine = None, 0
-        if request.kind == "allreduce" and request.same[0] != Adasum:
+        if request.kind == "allreduce":
             op, prescale, postscale, device, specs = request.same
             kinds = {dtype for dtype, _ in specs}
             if len(kinds) == 1:
@@ -318,11 +303,3 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor))
-
-
-def _combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    x, y = a.double(), b.double()
-    dot, of_x, of_y = (x * y).sum(), (x * x).sum(), (y * y).sum()
-    share_x = 1 - dot / (2 * of_x) if of_x > 0 else 1.0
-    share_y = 1 - dot / (2 * of_y) if of_y > 0 else 1.0
-    return (share_x * x + share_y * y).to(a.dtype)

@@ -477,6 +477,15 @@ def changed_by_a_hook() -> None:
         backward(model, optimizer)
 
 
+def adasum_of_a_script() -> None:
+    wrap(linear(), op=hvd.Adasum, average_gradients=False)
+
+
+def group_with_adasum() -> None:
+    with retired(wrap(linear(), op=hvd.Adasum)) as optimizer:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
 def clipped_with_adasum() -> None:
     model = linear()
     with retired(wrap(model, op=hvd.Adasum)) as optimizer:
@@ -684,6 +693,8 @@ CASES: dict[str, Any] = {
         scaled_too_early,
         stepped_too_early,
         changed_by_a_hook,
+        adasum_of_a_script,
+        group_with_adasum,
         clipped_with_adasum,
         accumulated,
         accumulated_too_often,
@@ -780,22 +791,8 @@ def wrapped_again(model: nn.Module) -> None:
         case="wrapped_again",
         same=same_inside(model.parameters()),
         retired=outcome(lambda: step(model, optimizers[0])).get("error"),
-        grown=added(),
     )
     optimizers[-1]._averaging.stop()
-
-
-def added() -> bool:
-    """Adasum's optimizer takes a group, too."""
-    model = linear()
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    with training(model, op=hvd.Adasum) as optimizer:
-        more = nn.Parameter(torch.zeros(2))
-        optimizer.add_param_group({"params": [more]})
-        optimizer.zero_grad()
-        (model(torch.ones(1, 3)) * more).sum().backward()
-        optimizer.step()
-        return same_inside([*model.parameters(), more])
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from learner import (
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.inner import backend
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.training.reports import metrics_of
 
@@ -477,7 +478,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "list_of_groups": list_of_groups,
     "predivided": wrapped(gradient_predivide_factor=2.0),
     "sum": wrapped(op=hvd.Sum),
-    "adasum": wrapped(op=hvd.Adasum),
+    **({"adasum": wrapped(op=hvd.Adasum)} if backend() == "horovod" else {}),
     "inner_set": lambda: Case(net(), sgd, process_set=hvd.super_learner),
     "fixed_ring": wrapped(averaging="fixed_ring", exchanges_per_step=3),
     "wire16": wrapped(wire_dtype="bfloat16"),

@@ -267,11 +267,9 @@ def refusals(where: str) -> None:
             case=f"{where}/refused/{spec}",
             **outcome(lambda spec=spec: wrap(Setting(spec), fresh())),
         )
-    delayed = {"averaging": "delayed_gradients", "op": hvd.Adasum}
-    for name, given in (("adasum", delayed), ("class", {"averaging": hvd.RandomPairs})):
-        plain = torch.optim.SGD(fresh(), lr=0.1)
-        call = lambda plain=plain, given=given: hvd.DistributedOptimizer(plain, **given)  # noqa: E731
-        say(case=f"{where}/refused/{name}", **outcome(call))
+    plain = torch.optim.SGD(fresh(), lr=0.1)
+    of_a_class = outcome(lambda: hvd.DistributedOptimizer(plain, averaging=hvd.RandomPairs))
+    say(case=f"{where}/refused/class", **of_a_class)
     s = Setting("delayed_gradients")
     with training(s) as (model, optimizer):
         for step in range(2):
