@@ -25,7 +25,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all test-torch lint format demo real-speech compare large-batch model-averaging sharded-memory soak storm storm-on-hosts virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
+.PHONY: help venv build test test-all test-torch lint format demo real-speech compare large-batch model-averaging sharded-memory storm storm-on-hosts virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -80,9 +80,6 @@ model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD 
 
 sharded-memory: venv  ## memory per learner, DDP and fully_shard inside, 51 M parameters (ten minutes)
 	@$(PY) -m lab.studies.sharded_memory $(ARGS)
-
-soak: venv $(STAMPS)/examples  ## an hour in which learners fail and are replaced: does anything grow?
-	@$(PY) -m lab.studies.soak $(ARGS)
 
 storm: venv  ## the simulator's fault scripts on real processes: is a promise broken? (ten minutes)
 	@$(PY) -m tests.storm $(or $(ARGS),--seeds 0 20)
