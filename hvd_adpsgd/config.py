@@ -140,12 +140,10 @@ class OptionRow(NamedTuple):
     meaning: str
 
 
-def _option(
-    default: Any, kind: type, unit: str, meaning: str, *, secret: bool = False, **bounds: Any
-) -> Any:
-    """Make a dataclass field that carries its Option; repr() does not print the value of a secret field."""
+def _option(default: Any, kind: type, unit: str, meaning: str, **bounds: Any) -> Any:
+    """Make a dataclass field that carries its Option."""
     option = Option(kind, unit, meaning, **bounds)
-    return field(default=default, repr=not secret, metadata={"option": option})
+    return field(default=default, metadata={"option": option})
 
 
 def period_of_moments(period: int, share: float, exchanges_per_step: float) -> int:
@@ -397,21 +395,12 @@ class Config:
         "folder for the record of the run",
         optional=True,
     )
-    dashboard: str | None = _option(
+    metrics_address: str | None = _option(
         None,
         str,
         "",
-        "[host]:port of the dashboard, loopback without a host",
+        "[host]:port of metrics for Prometheus, loopback without a host",
         optional=True,
-    )
-    dashboard_token: str | None = _option(
-        None,
-        str,
-        "",
-        "token of the dashboard, at least 16 characters; None: random",
-        secret=True,
-        optional=True,
-        same=False,
     )
     timeline: str | None = _option(
         None,

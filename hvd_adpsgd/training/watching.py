@@ -10,15 +10,16 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.errors import ConfigError, NotInitializedError
+from hvd_adpsgd.errors import ConfigError, MissingRequirementError, NotInitializedError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import script_fails
@@ -27,13 +28,14 @@ from hvd_adpsgd.training.consistency import unanimous
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.reports import bits_of, share_of
 from hvd_adpsgd.watching.alerts import Alert, Alerts
-from hvd_adpsgd.watching.board import Board
-from hvd_adpsgd.watching.dashboard import Dashboard
 from hvd_adpsgd.watching.health import aged, late_after_s
-from hvd_adpsgd.watching.record import Event, Record
+from hvd_adpsgd.watching.record import Event, Record, Run, Track
 from hvd_adpsgd.watching.reports import Report, decode, encode, readable
 from hvd_adpsgd.watching.sampler import Sample, Sampler
 from hvd_adpsgd.watching.writers import Outlet
+
+if TYPE_CHECKING:
+    from hvd_adpsgd.watching.prometheus import Exporter
 
 __all__ = ["log", "log_to", "running", "start"]
 
@@ -43,8 +45,9 @@ _MOST, _LONGEST = 64, 128  # most names of scalars, and most characters of a nam
 _SHOWN = 80  # most characters of a value in a message
 _LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is reported
 _PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
-# seconds before a new first leader opens its page: else each would, as leaders leave at the end of a job
+# seconds before a new first leader serves metrics: else each would, as leaders leave at the end of a job
 _TAKEOVER_S = 3.0
+_EVENTS = 500
 _SILENT_S = 10.0  # seconds after which a suspect leader counts as gone, and the next one warns
 _GONE = (PeerState.LEFT, PeerState.FAILED)
 
@@ -61,7 +64,7 @@ _outlet: Outlet | None = None  # where log_to sends
 
 
 def log(**scalars: Any) -> None:
-    """Show numbers of this learner in top, on the dashboard and in the record: hvd.log(loss=loss, lr=lr).
+    """Show numbers of this learner in top, to Prometheus and in the record: hvd.log(loss=loss, lr=lr).
 
     Returns at once: a tensor on a GPU is read later, by another thread. Of several values of a name the last
     one is shown. The leader's values stand for its super learner; as many names as fit in about 120 bytes
@@ -179,23 +182,18 @@ class Watcher:
         config = world.config
         self._membership = world.membership
         self._joining = world.collectives.joining
-        # a joining leader opens the dashboard's page late, as another leader may serve it already
+        # a joining leader serves metrics late, as another leader may serve them already
         self._replaces = self._joining
         self._every_s = config.report_s
         self._record: Record | None = None
         if config.record is not None:
             self._record = Record(config.record, world.super_rank, every_s=config.report_s)
             self._record.write("start", time_s=time.time(), **_about(world))
-        self._board: Board | None = None
-        self._dashboard: Dashboard | None = None
+        self._exporter = _exporter(config.metrics_address)
+        # events of the run since this leader began, for metrics
+        self._events: deque[Event] = deque(maxlen=_EVENTS)
         # time since which this leader is the first living one
         self._first_since: float | None = None
-        if config.dashboard is not None:
-            self._board = Board(world.membership.names, _about(world), config.report_s)
-            self._dashboard = Dashboard(
-                config.dashboard, config.dashboard_token, self._board, config.record
-            )
-            self._warnings = _Warnings(self._board, world.super_rank)
         self._sampler = Sampler(world.super_size)
         self._alerts = Alerts(world.membership.names)
         self._states = [PeerState.ALIVE] * world.super_size
@@ -218,19 +216,15 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, daemon=True, name="hvd_adpsgd.watching")
 
     def start(self) -> None:
-        if self._board is not None:
-            logger.addHandler(self._warnings)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, in bounded time, close the page and write the end to the record."""
+        """End the thread, in bounded time, stop serving metrics and write the end to the record."""
         _running.remove(self)
         self._over.set()
         self._thread.join(5.0)
-        if self._board is not None:
-            logger.removeHandler(self._warnings)
-        if self._dashboard is not None:
-            self._dashboard.close()
+        if self._exporter is not None:
+            self._exporter.close()
         if self._record is not None:
             self._note_end()
             self._record.close()
@@ -332,40 +326,40 @@ class Watcher:
                 self._recorded[i] = report.time_s
                 record.report(i, report, every_s=record.every_s)
 
-    def _show(self, world: World, known: dict[int, Report], counters: Any, opens: bool) -> None:
-        """Update the dashboard's data; open its page if this is the first living leader, else close it."""
-        if self._board is None or self._dashboard is None:
+    def _show(self, world: World, known: dict[int, Report], counters: Any, serves: bool) -> None:
+        """Serve these metrics if this is the first living leader, else stop serving."""
+        if self._exporter is None:
             return
-        self._board.take(known)
-        tables = _tables(counters)
-        if tables:
-            self._board.tables(world.super_rank, tables["peers"], tables["staleness"])
-        if not opens:
+        if not serves:
             self._first_since = None
-            self._dashboard.close()
+            self._exporter.close()
             return
+        names = world.membership.names
+        tracks = {i: Track(names[i], [r], every_s=self._every_s) for i, r in sorted(known.items())}
+        tracks[world.super_rank].peers = _tables(counters).get("peers", {})
+        self._exporter.show(Run(tracks, list(self._events)))
         now = time.monotonic()
         self._first_since = now if self._first_since is None else self._first_since
         at_once = world.super_rank == 0 and not self._replaces
         if at_once or now - self._first_since >= _TAKEOVER_S:
-            self._dashboard.open()
+            self._exporter.open()
 
     def _note_joined(self, world: World) -> None:
-        """Record and show that this super learner, which replaces a failed one, has joined."""
+        """Note that this super learner, which replaces a failed one, has joined."""
         if self._joining and not world.collectives.joining:
             self._joining = False
             i = world.super_rank
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
 
     def _note_grown(self, world: World, size: int) -> None:
-        """Record and show the new super learners of a job that now has `size` super learners."""
+        """Note the new super learners of a job that now has `size` super learners."""
         for i in range(len(self._states), size):
             self._note("joined", i, f"super learner {i} ({world.membership.names[i]}): joined")
             self._states.append(PeerState.ALIVE)
         self._sampler.grow(size)
 
     def _note_states(self, world: World, now_s: float) -> None:
-        """Record and show which super learners became suspect, answered again, left, failed or joined."""
+        """Note which super learners became suspect, answered again, left, failed or joined."""
         states = list(world.membership.states)
         if len(states) > len(self._states):
             self._note_grown(world, len(states))
@@ -384,7 +378,7 @@ class Watcher:
         }
 
     def _note(self, what: str, about: int | None, text: str) -> None:
-        """Write an event to the record, and show it on the dashboard.
+        """Write an event to the record, and count it in the metrics.
 
         Args:
             what: kind of the event, such as "joined".
@@ -394,11 +388,10 @@ class Watcher:
         event = Event(time.time(), what, about, text)
         if self._record is not None:
             self._record.write("event", time_s=event.time_s, event=what, about=about, text=text)
-        if self._board is not None:
-            self._board.event(event)
+        self._events.append(event)
 
     def _note_end(self) -> None:
-        """Record and show that this super learner has ended its training, unless after a failure."""
+        """Note that this super learner has ended its training, unless after a failure."""
         own = self._membership.own
         if self._joining:
             text = f"super learner {own} ({self._membership.names[own]}): ended before it joined"
@@ -420,21 +413,26 @@ class Watcher:
         )
 
     def _warn(self, alert: Alert) -> None:
-        logger.warning("%s", alert.text, extra={"is_shown": True})
+        logger.warning("%s", alert.text)
         self._note("alert", alert.about, alert.text)
 
 
-class _Warnings(logging.Handler):
-    """Shows the library's warnings on this learner as dashboard events, except alerts already shown."""
+def _exporter(address: str | None) -> Exporter | None:
+    """Return what serves metrics at this address; None without one.
 
-    def __init__(self, board: Board, super_rank: int):
-        super().__init__(logging.WARNING)
-        self._board, self._super_rank = board, super_rank
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "is_shown", False):
-            text = record.getMessage()
-            self._board.event(Event(record.created, "warning", self._super_rank, text))
+    Raises:
+        ConfigError, MissingRequirementError: for a bad address; if prometheus_client is not installed.
+    """
+    if address is None:
+        return None
+    try:
+        from hvd_adpsgd.watching.prometheus import Exporter
+    except ImportError as error:
+        raise MissingRequirementError(
+            f"no metrics: HVD_ADPSGD_METRICS_ADDRESS needs the package {error.name}. Run: python -m pip "
+            "install 'hvd_adpsgd[metrics]', on all hosts."
+        ) from error
+    return Exporter(address)
 
 
 def _about(world: World) -> dict[str, Any]:
@@ -502,12 +500,12 @@ def start(world: World) -> None:
     """Monitor the run until shutdown, unless option report_s is 0. All learners call this together.
 
     Raises:
-        ConfigError: if the record cannot be written, or for a bad address of the dashboard.
-        MissingRequirementError: if a package that serves the dashboard is not installed.
+        ConfigError: if the record cannot be written, or for a bad address of the metrics.
+        MissingRequirementError: if prometheus_client is not installed.
     """
     if world.config.report_s <= 0:
         return
-    may_raise = world.config.record is not None or world.config.dashboard is not None
+    may_raise = world.config.record is not None or world.config.metrics_address is not None
     if not may_raise or world.collectives.joining:
         watcher = _made(world)
     else:  # if one learner raised alone, the others would wait for it

@@ -1,1 +1,1 @@
-"""Watching a run: reports of super learners, their record on disk, dashboard, alerts and exports."""
+"""Watching a run: reports of super learners, their record on disk, alerts and exports."""

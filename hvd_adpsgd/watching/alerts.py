@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from hvd_adpsgd.watching.health import hung_after_s, median_speed, slow
-from hvd_adpsgd.watching.reports import Report, main_scalar
-from hvd_adpsgd.watching.svg import can_draw
+from hvd_adpsgd.watching.reports import Report, can_draw, main_scalar
 
 __all__ = ["Alert", "Alerts"]
 

@@ -1,22 +1,31 @@
-"""Exports the newest report of each super learner as Prometheus metrics; grafana.json is their dashboard."""
+"""Serves the newest report of each super learner to Prometheus; grafana.json is the dashboard of Grafana."""
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import socket
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.record import Run
 from hvd_adpsgd.watching.reports import PARTS
-from hvd_adpsgd.watching.table import rows
+from hvd_adpsgd.watching.table import Row, rows
 
-__all__ = ["exposition"]
+__all__ = ["Exporter", "RunCollector"]
 
+log = logging.getLogger("hvd_adpsgd")
+
+_ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
 _STATES = ("ok", "SLOW", "HUNG", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
 
 
@@ -46,97 +55,151 @@ _NUMBERS = (
 )
 
 
-def exposition(run: Run, now_s: float) -> tuple[bytes, str]:
-    """Return the metrics of a run in Prometheus' text format, and the content type of that format.
+class Exporter:
+    """Serves /metrics for Prometheus while it is open, by prometheus_client's own server.
 
     Args:
-        run: the reports and events of the run so far.
-        now_s: the current time (time.time).
+        address: [host]:port; without a host the loopback interface.
+
+    Raises:
+        ConfigError: if the address has another form, or the port is over 65535.
     """
-    registry = CollectorRegistry()
-    registry.register(_Collector(run, now_s))
-    return generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, address: str):
+        found = _ADDRESS.fullmatch(address.strip())
+        if found is None or int(found[3]) > 65535:
+            raise ConfigError(
+                f"no metrics: HVD_ADPSGD_METRICS_ADDRESS is {address!r}, allowed is [host]:port with a port "
+                "of 0 to 65535. Set it to :8265 for this host alone, 0.0.0.0:8265 for all its interfaces, or "
+                "[::1]:8265 for an IPv6 address."
+            )
+        self._host, self._port = found[1] or found[2] or "127.0.0.1", int(found[3])
+        self._registry = CollectorRegistry()
+        self._collector = RunCollector()
+        self._registry.register(self._collector)
+        self._server: WSGIServer | None = None
+        self._is_warned = False
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port at which /metrics is served; None while closed."""
+        return self._server and self._server.server_address[:2]  # type: ignore[return-value]
+
+    def show(self, run: Run) -> None:
+        """Serve the newest reports and the events of this run from now on."""
+        self._collector.run = run
+
+    def open(self) -> None:
+        """Serve, unless this is done already; if the port is in use, warn once; a later call tries again."""
+        if self._server is not None:
+            return
+        try:
+            self._server, _ = start_http_server(self._port, self._host, self._registry)
+        except (OSError, RuntimeError) as error:  # the port is in use; no more threads
+            if not self._is_warned:
+                log.warning(
+                    "no metrics at %s port %d (%s). Training continues, and the address is tried again. "
+                    "Free it, or set HVD_ADPSGD_METRICS_ADDRESS to another one.",
+                    self._host,
+                    self._port,
+                    error,
+                )
+            self._is_warned = True
+            return
+        host = socket.gethostname()
+        log.info("metrics for Prometheus are on host %s: port %d", host, self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving, which takes at most about 0.5 s; idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
 
 
-class _Collector(Collector):
-    """Collects the metrics of a run at one moment for prometheus_client."""
+class RunCollector(Collector):
+    """Collects the metrics of a run when Prometheus asks.
 
-    def __init__(self, run: Run, now_s: float):
-        self._run, self._now_s = run, now_s
-        self._last = {i: track.reports[-1] for i, track in run.tracks.items() if track.reports}
-        self._names = {i: [str(i), track.name] for i, track in run.tracks.items()}
+    Attributes:
+        run: the newest reports and the events.
+    """
+
+    def __init__(self) -> None:
+        self.run = Run()
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
+        run, now_s = self.run, time.time()
+        shown = rows(run, now_s)
         for number in _NUMBERS:
-            family = CounterMetricFamily if number.counts else GaugeMetricFamily
-            metric = family(f"hvd_adpsgd_{number.name}", number.meaning, labels=_WHO)
-            for i, report in self._last.items():
-                metric.add_metric(self._names[i], getattr(report, number.field))
-            yield metric
-        yield from (self._staleness(), self._parts(), self._scalars(), self._states(), self._age())
-        yield from (self._pairs(), self._events())
-
-    def _staleness(self) -> Metric:
-        metric = _gauge("staleness_steps", "Age of corrections, over 10 s", "quantile")
-        for i, report in self._last.items():
-            metric.add_metric([*self._names[i], "0.5"], report.staleness_p50)
-            metric.add_metric([*self._names[i], "0.95"], report.staleness_p95)
-        return metric
-
-    def _parts(self) -> Metric:
-        metric = _gauge("step_share", "Share of time in parts of the step, over 10 s", "part")
-        for i, report in self._last.items():
-            shares = {part: getattr(report, part) for part in PARTS}
-            shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
-            for part, share in shares.items():
-                metric.add_metric([*self._names[i], part], share)
-        return metric
-
-    def _scalars(self) -> Metric:
-        metric = _gauge("scalar", "What the script logs by hvd.log", "name")
-        for i, report in self._last.items():
-            for name, value in report.scalars.items():
-                if not math.isnan(value):
-                    metric.add_metric([*self._names[i], name], value)
-        return metric
-
-    def _states(self) -> Metric:
-        metric = _gauge("state", "1 for the state of the super learner, else 0", "state")
-        for row in rows(self._run, self._now_s):
-            for state in _STATES:
-                who = self._names[row.super_learner]
-                metric.add_metric([*who, state], float(row.state == state))
-        return metric
-
-    def _age(self) -> Metric:
-        metric = _gauge("report_age_seconds", "Time since the newest report")
-        for i, report in self._last.items():
-            metric.add_metric(self._names[i], self._now_s - report.time_s)
-        return metric
-
-    def _pairs(self) -> Metric:
-        metric = CounterMetricFamily(
-            "hvd_adpsgd_pair_exchanges", "Exchanges by peer", labels=[*_WHO, "peer"]
+            yield _metric(
+                shown, number.name, number.meaning, _value_of(number.field), counts=number.counts
+            )
+        yield _metric(
+            shown, "staleness_steps", "Age of corrections, over 10 s", _staleness, "quantile"
         )
-        for i, track in self._run.tracks.items():
-            for peer, count in sorted(track.peers.items()):
-                metric.add_metric([*self._names[i], str(peer)], count)
-        return metric
-
-    def _events(self) -> Metric:
-        metric = GaugeMetricFamily(
+        yield _metric(
+            shown, "step_share", "Share of time in parts of the step, over 10 s", _parts, "part"
+        )
+        yield _metric(shown, "scalar", "What the script logs by hvd.log", _scalars, "name")
+        yield _metric(
+            shown, "state", "1 for the state of the super learner, else 0", _states, "state"
+        )
+        yield _metric(
+            shown, "report_age_seconds", "Age of the newest report", lambda row: {"": row.age_s}
+        )
+        yield _metric(
+            shown,
+            "pair_exchanges",
+            "Exchanges by peer",
+            lambda row: {str(i): n for i, n in run.tracks[row.super_learner].peers.items()},
+            "peer",
+            counts=True,
+        )
+        events = GaugeMetricFamily(
             "hvd_adpsgd_events", "Newest 500 events, counted by kind", labels=["event"]
         )
-        for what, count in Counter(event.what for event in self._run.events).items():
-            metric.add_metric([what], count)
-        return metric
+        for what, count in Counter(event.what for event in run.events).items():
+            events.add_metric([what], count)
+        yield events
 
 
-_WHO = ("super_learner", "host")
+def _metric(
+    shown: Sequence[Row],
+    name: str,
+    meaning: str,
+    samples: Callable[[Row], Mapping[str, float]],
+    *label: str,
+    counts: bool = False,
+) -> Metric:
+    """Return the metric hvd_adpsgd_NAME: of each super learner a sample, or one for each value of `label`."""
+    family = CounterMetricFamily if counts else GaugeMetricFamily
+    metric = family(f"hvd_adpsgd_{name}", meaning, labels=["super_learner", "host", *label])
+    for row in shown:
+        for value_of_label, value in samples(row).items():
+            own = [value_of_label] if label else []
+            metric.add_metric([str(row.super_learner), row.host, *own], value)
+    return metric
 
 
-def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"hvd_adpsgd_{name}", meaning, labels=[*_WHO, *labels])
+def _value_of(field: str) -> Callable[[Row], Mapping[str, float]]:
+    return lambda row: {"": getattr(row.report, field)}
+
+
+def _staleness(row: Row) -> Mapping[str, float]:
+    return {"0.5": row.report.staleness_p50, "0.95": row.report.staleness_p95}
+
+
+def _parts(row: Row) -> Mapping[str, float]:
+    shares = {part: getattr(row.report, part) for part in PARTS}
+    return {**shares, "rest": max(0.0, 1.0 - sum(shares.values()))}
+
+
+def _scalars(row: Row) -> Mapping[str, float]:
+    return {name: value for name, value in row.report.scalars.items() if not math.isnan(value)}
+
+
+def _states(row: Row) -> Mapping[str, float]:
+    return {state: float(row.state == state) for state in _STATES}

@@ -27,7 +27,7 @@ from typing import IO, Any
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
-__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "lines", "of_lines", "plain", "read"]
+__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "plain", "read"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -282,36 +282,6 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
             f"no record in {os.fspath(folder)!r}: there is no file *.jsonl. Start the run with "
             "HVD_ADPSGD_RECORD=FOLDER, and name that folder."
         )
-    return reading.run()
-
-
-def lines(run: Run, newest: int) -> Iterator[str]:
-    """Yield the reports and events of a run as lines of a record, which `of_lines` reads.
-
-    Args:
-        run: the run.
-        newest: number of reports of each super learner that are yielded, the newest ones.
-    """
-    about = {**plain(run.about), "joining": False}
-    for i, track in run.tracks.items():
-        own = {"super_learner": i, "name": track.name, "every_s": track.every_s}
-        began_s = track.reports[0].time_s if track.reports else 0.0
-        yield _line("start", {**about, **own, "time_s": began_s})
-        for report in track.reports[-newest:]:
-            yield _line("report", {**report.to_dict(), "super_learner": i})
-    for event in run.events:
-        if event.what != "start":
-            told = {"event": event.what, "about": event.about, "text": event.text}
-            yield _line("event", {**told, "time_s": event.time_s})
-
-
-def of_lines(text: Iterable[str | bytes]) -> Run:
-    """Return the run that lines of a record describe; other lines are skipped."""
-    reading = _Reading()
-    for found in filter(None, map(_parsed, text)):
-        writer = found.get("super_learner", 0)
-        if isinstance(writer, int) and 0 <= writer <= _MOST_SUPER_LEARNERS:
-            reading.take(writer, found, ())
     return reading.run()
 
 

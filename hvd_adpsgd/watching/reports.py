@@ -15,6 +15,7 @@ __all__ = [
     "PARTS",
     "REPORT_NBYTES",
     "Report",
+    "can_draw",
     "decode",
     "encode",
     "main_scalar",
@@ -32,6 +33,7 @@ _NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBIIfBff")
 _SCALAR = struct.Struct("<f")
 _LARGEST = 2**32 - 1
 _LARGEST_COUNT = 2**63 - 1
+_DRAWN = 1e100  # largest absolute value that is drawn, or compared for an alert
 LATEST_S = 4e9  # largest unix time that is accepted: in the year 2096
 
 
@@ -136,6 +138,11 @@ def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
 def readable(value: Any) -> str:
     """Convert a value parsed from JSON to text that can be written as UTF-8: lone surrogates are replaced."""
     return str(value).encode("utf-8", "replace").decode()
+
+
+def can_draw(value: float) -> bool:
+    """Whether a value is finite, and so small that sums and differences of such values are finite."""
+    return abs(value) <= _DRAWN
 
 
 def encode(report: Report) -> bytes:

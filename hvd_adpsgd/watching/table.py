@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_adpsgd.watching.health import hung_after_s, slow
 from hvd_adpsgd.watching.record import Run, Track, plain
-from hvd_adpsgd.watching.reports import main_scalar
-from hvd_adpsgd.watching.svg import can_draw
+from hvd_adpsgd.watching.reports import Report, can_draw, main_scalar
 
-__all__ = ["Row", "rows", "sparkline"]
+__all__ = ["COLUMNS", "Column", "Row", "rows", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SILENT_S = (
@@ -32,8 +31,7 @@ class Row:
         host: names of its host and its leader.
         state: ok, SLOW, HUNG, SUSPECT, SILENT, JOINING, FAILED, left.
         since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
-        step, steps_per_s, staleness_p50, staleness_p95, distance, exchanges_per_s, share, bits,
-            sent_per_s: see Report.
+        report: its newest report.
         apart_s: seconds since the super learner's last exchange, the age of the report included.
         loss, losses: the last value of the loss, and the last 200 reported values, oldest first.
         age_s: age of the super learner's newest report, in seconds.
@@ -43,30 +41,63 @@ class Row:
     host: str
     state: str
     since_s: float
-    step: int
-    steps_per_s: float
-    staleness_p50: int
-    staleness_p95: int
-    distance: float
-    exchanges_per_s: float
-    share: float
-    bits: int
-    sent_per_s: float
+    report: Report
     apart_s: float
     loss: float
     losses: tuple[float, ...]
     age_s: float
 
-    def moved(self, form: Callable[[float], str]) -> str:
-        """Return the share, and the bits if they are fewer than the model has, as text: 0.25, or 0.25/8b."""
-        return form(self.share) + (f"/{self.bits}b" if self.bits else "")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the row as a dict for JSON, without `losses`; numbers that are not finite as by `plain`."""
-        found = asdict(self)
-        del found["losses"]
-        row: dict[str, Any] = plain(found)
+        own = {
+            name: value for name, value in vars(self).items() if name not in ("report", "losses")
+        }
+        row: dict[str, Any] = plain({**self.report.to_dict(), **own})
         return row
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, the text of a row in it, whether the text is left-aligned."""
+
+    title: str
+    cell: Callable[[Row], str]
+    is_left: bool = False
+
+
+def _moved(row: Row) -> str:
+    """Return the share, and the bits if they are fewer than the model has, as text: 0.25, or 0.25/8b."""
+    return _short(row.report.share) + (f"/{row.report.bits}b" if row.report.bits else "")
+
+
+def _since(row: Row) -> str:
+    """Return the state, and how long it has lasted."""
+    if not row.since_s:
+        return row.state
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if row.since_s >= 2 * size:
+            return f"{row.state} {row.since_s / size:.0f} {unit}"
+    return f"{row.state} {row.since_s:.0f} s"
+
+
+def _short(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
+COLUMNS = (
+    Column("#", lambda row: str(row.super_learner)),
+    Column("host", lambda row: row.host, is_left=True),
+    Column("state", _since, is_left=True),
+    Column("step", lambda row: str(row.report.step)),
+    Column("steps/s", lambda row: _short(row.report.steps_per_s)),
+    Column("stale", lambda row: f"{row.report.staleness_p50}/{row.report.staleness_p95}"),
+    Column("distance", lambda row: _short(row.report.distance)),
+    Column("exch/s", lambda row: _short(row.report.exchanges_per_s)),
+    Column("share", _moved),
+    Column("MB/s", lambda row: _short(row.report.sent_per_s / 1e6)),
+    Column("loss", lambda row: _short(row.loss)),
+    Column("", lambda row: sparkline(row.losses), is_left=True),
+)
 
 
 def rows(run: Run, now_s: float) -> list[Row]:
@@ -100,15 +131,7 @@ def _row(run: Run, i: int, track: Track, health: str, now_s: float) -> Row:
         host=track.name,
         state=state,
         since_s=since_s,
-        step=last.step,
-        steps_per_s=last.steps_per_s,
-        staleness_p50=last.staleness_p50,
-        staleness_p95=last.staleness_p95,
-        distance=last.distance,
-        exchanges_per_s=last.exchanges_per_s,
-        share=last.share,
-        bits=last.bits,
-        sent_per_s=last.sent_per_s,
+        report=last,
         apart_s=last.apart_s + max(0.0, now_s - last.time_s),
         loss=found[1] if found else math.nan,
         losses=losses,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hvd_adpsgd.watching.record import read
-from tests.launcher import ROOT, environment, run_learners
+from tests.launcher import ROOT, environment, free_port, run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 
@@ -61,7 +64,7 @@ def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
     text = command("top", "--once", tmp_path).stdout
     assert "steps/s" in text and "3 super learners" in text, text
     assert command("report", tmp_path).returncode == 0
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert "Plotly.newPlot" in (tmp_path / "report.html").read_text()
 
 
 def test_nothing_watches_if_it_is_turned_off() -> None:
@@ -97,6 +100,37 @@ def test_a_failure_is_in_the_record(tmp_path: Path) -> None:
     states = json.loads(command("top", "--json", tmp_path).stdout)["super_learners"]
     assert states[2]["state"] == "FAILED", states
     assert run.tracks[0].reports[-1].time_s > failed[0].time_s, "the survivors are recorded on"
+
+
+def serves(port: int, *lines: str) -> bool:
+    """Whether the metrics at this port have a line with each of these patterns."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return False
+    return all(re.search(line, text) for line in lines)
+
+
+def test_the_next_leader_serves_metrics_when_the_first_has_failed(tmp_path: Path) -> None:
+    port = free_port()
+    env = {**OPTIONS, "HVD_ADPSGD_METRICS_ADDRESS": f":{port}"}
+    program = PROGRAM.with_name("until_stopped.py")
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run_learners, 3, program, args=[str(tmp_path)], env=env)
+        try:
+            well = [rf'_state{{.*state="ok",super_learner="{i}"}} 1.0' for i in range(3)]
+            scalar = r'_scalar{.*name="loss",super_learner="2"}'
+            wait_for(lambda: job.done() or serves(port, *well, scalar), "metrics of all")
+            (tmp_path / "kill.0").touch()
+            failed = r'_state{.*state="FAILED",super_learner="0"} 1.0'
+            wait_for(lambda: job.done() or serves(port, failed), "metrics of the next leader")
+        finally:
+            (tmp_path / "stop").touch()
+        result = job.result()
+    facts = {each["rank"]: each for each in result.said if "step" in each}
+    assert set(facts) == {1, 2}, result.report()
+    assert "no metrics at" not in result.stderr
 
 
 def test_a_record_that_cannot_be_written_is_an_error_on_all(tmp_path: Path) -> None:

@@ -268,8 +268,8 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
             return [name for name in names if name in ("hvd_adpsgd.listener", "hvd_adpsgd.watching")]
 
         refusals = [
-            refused(dashboard="nowhere"),
-            refused(dashboard="no address") if rank == 1 else refused(dashboard="127.0.0.1:0"),
+            refused(metrics_address="nowhere"),
+            refused(metrics_address="no address" if rank == 1 else "127.0.0.1:0"),
         ]
         hvd.init(config=Config(super_learner_size=1, record="record", timeline="trace.json"))
         from mpi4py import MPI

@@ -40,8 +40,7 @@ DEFAULTS = {
     "join_secret_file": None,
     "report_s": 1.0,
     "record": None,
-    "dashboard": None,
-    "dashboard_token": None,
+    "metrics_address": None,
     "timeline": None,
     "log_level": "warning",
 }
@@ -215,10 +214,6 @@ def test_replace_unknown_names_the_nearest():
         Config().replace(chunk_kb=128)
 
 
-def test_a_secret_is_not_printed():
-    assert "correct-horse" not in repr(Config(dashboard_token="correct-horse-battery"))
-
-
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().chunk_kib = 128  # type: ignore[misc]
@@ -259,7 +254,7 @@ def test_all_options_but_a_few_are_compared_between_learners(name):
 
     mine, other = Config(), Config(**{name: another(name)})
     answers = [{"config": config, "problem": None} for config in (mine, mine, other)]
-    if name in ("join", "join_secret_file", "dashboard_token", "log_level"):
+    if name in ("join", "join_secret_file", "log_level"):
         assert bootstrap._agreed_config(answers) == mine
         return
     with pytest.raises(ConfigError) as caught:

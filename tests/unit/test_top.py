@@ -13,7 +13,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from hvd_adpsgd.tools import top
 from hvd_adpsgd.tools.terminal import keys, printable
 from hvd_adpsgd.watching.record import Record
 from hvd_adpsgd.watching.reports import Report
-from hvd_adpsgd.watching.table import Row
+from hvd_adpsgd.watching.table import COLUMNS, Row
 
 HOST = "gpu-node-0123.rack-7.cluster.example.org, learner 128"
 ALWAYS = ("#", "state", "step", "steps/s", "loss")
@@ -84,9 +83,11 @@ def test_the_table_is_readable(
 
 
 def test_a_share_tells_its_bits_if_the_model_has_more() -> None:
-    row = Row(0, "host", "ok", 0.0, 1, 1.0, 0, 0, 0.1, 1.0, 0.25, 0, 1e6, 0.0, 0.1, (), 0.0)
-    shown = [top._cells(each)[8] for each in (row, replace(row, bits=8))]
-    assert shown == ["0.25", "0.25/8b"]
+    (share,) = [column for column in COLUMNS if column.title == "share"]
+    rows = [
+        Row(0, "", "ok", 0.0, Report(share=0.25, bits=bits), 0.0, 0.1, (), 0.0) for bits in (0, 8)
+    ]
+    assert [share.cell(row) for row in rows] == ["0.25", "0.25/8b"]
 
 
 def test_a_pipe_gets_all_columns(
@@ -95,7 +96,7 @@ def test_a_pipe_gets_all_columns(
     monkeypatch.delenv("COLUMNS", raising=False)
     assert top.main(["--once", folder]) == 0
     heading, *found = table(capsys.readouterr().out)
-    assert heading == list(top._COLUMNS)
+    assert heading == [column.title for column in COLUMNS]
     assert not any("…" in cell for row in found for cell in row[:1] + row[2:])
 
 

@@ -1,4 +1,4 @@
-"""Which leader warns, opens the page and sends for all: the first one that lives, answers and has joined."""
+"""Which leader warns, serves metrics and sends for all: the first one that lives, answers and has joined."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.training import watching
-from hvd_adpsgd.watching.alerts import Alerts
-from hvd_adpsgd.watching.board import Board
+from hvd_adpsgd.watching.alerts import Alert, Alerts
 from hvd_adpsgd.watching.record import Record, read
 from hvd_adpsgd.watching.reports import Report, decode
 from hvd_adpsgd.watching.sampler import Sampler
@@ -36,10 +35,10 @@ def world(own: int, *states: PeerState, joining: bool = False) -> Any:
 
 
 def watcher(of: Any) -> Any:
-    """Without a thread and without files; its events are on a board."""
+    """Without a thread and without files."""
     made: Any = watching.Watcher.__new__(watching.Watcher)
     made._membership, made._joining = of.membership, of.collectives.joining
-    made._board, made._record = Board(of.membership.names, {}), None
+    made._events, made._record, made._exporter = [], None, None
     made._states, made._suspect = [ALIVE] * len(of.membership.states), {}
     made._ill, made._recorded, made._ages, made._every_s = {}, {}, {}, 1.0
     return made
@@ -120,7 +119,7 @@ def test_a_replacement_is_silent_until_it_has_joined() -> None:
     made._note_joined(now)
     assert made._speaks(now, 0.0)
     made._note_end()
-    assert [(event.what, event.about) for event in made._board.run().events] == [
+    assert [(event.what, event.about) for event in made._events] == [
         ("failed", 0),  # it ended before it joined
         ("joined", 0),
         ("left", 0),
@@ -165,8 +164,8 @@ def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.M
     )
     now = dropped.world
     made = watcher(now)
-    made._watched, made._sampler, made._dashboard = lambda: dropped, Sampler(2), None
-    made._board, made._alerts = None, Alerts(now.membership.names)
+    made._watched, made._sampler = lambda: dropped, Sampler(2)
+    made._alerts = Alerts(now.membership.names)
     monkeypatch.setattr(watching, "live", lambda also_stopping=False: [dropped] * also_stopping)
     monkeypatch.setattr(watching.time, "monotonic", itertools.count(step=100.0).__next__)
     made._look(now, None)
@@ -175,3 +174,13 @@ def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.M
     made._look(now, dropped)  # it stops, and its engine ends
     made._look(now, None)
     assert len(told) == 3
+
+
+def test_alerts_and_states_are_events() -> None:
+    """A super learner that is replaced has joined."""
+    made = watcher(world(0, ALIVE, ALIVE))
+    made._warn(Alert("slow", 1, "super learner 1 is slow"))
+    for state in (SUSPECT, ALIVE, FAILED, ALIVE):
+        made._note_states(world(0, ALIVE, state), 0.0)
+    found = [(event.what, event.about) for event in made._events]
+    assert found == [("alert", 1), ("suspect", 1), ("alive", 1), ("failed", 1), ("joined", 1)]

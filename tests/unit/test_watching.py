@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,9 @@ from hvd_adpsgd.tools import report as report_command
 from hvd_adpsgd.tools import top
 from hvd_adpsgd.watching.alerts import Alerts
 from hvd_adpsgd.watching.health import aged, late_after_s
-from hvd_adpsgd.watching.page import page
-from hvd_adpsgd.watching.record import Record, Run, Track, lines, of_lines, read
+from hvd_adpsgd.watching.record import Record, Run, Track, read
 from hvd_adpsgd.watching.reports import REPORT_NBYTES, Report, decode, encode, main_scalar
 from hvd_adpsgd.watching.sampler import Sample, Sampler
-from hvd_adpsgd.watching.svg import ticks
 from hvd_adpsgd.watching.table import rows, sparkline
 
 # ---- reports in messages ------------------------------------------------------------------------
@@ -282,17 +279,13 @@ def test_what_takes_long_is_told_once() -> None:
     assert [kind for kind, *_ in alerted(3600, run)] == ["hung"]
 
 
-def test_the_table_and_prometheus_show_a_hung_trainer() -> None:
-    prometheus = pytest.importorskip("hvd_adpsgd.watching.prometheus")
+def test_the_table_shows_a_hung_trainer() -> None:
     run = Watched((1, 100, 5000))
     for second in range(150):
         run.at(second)
     shown = Run({i: Track(f"h{i}", [r]) for i, r in run.reports.items()})
     assert [(row.state, row.since_s) for row in rows(shown, 150.0)][1] == ("HUNG", 51)
     assert {row.state for row in rows(shown, 150.0)} == {"ok", "HUNG"}
-    text = prometheus.exposition(shown, 150.0)[0].decode()
-    assert 'hvd_adpsgd_state{host="h1",state="HUNG",super_learner="1"} 1.0' in text
-    assert 'hvd_adpsgd_since_step_seconds{host="h1",super_learner="1"} 50.0' in text
 
 
 def test_one_without_an_exchange_for_a_minute() -> None:
@@ -437,10 +430,9 @@ def test_not_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
     record.close()
     json.loads((tmp_path / "0.jsonl").read_text(), parse_constant=lambda text: pytest.fail(text))
     run = read(tmp_path)
-    for again in (run, of_lines(lines(run, 10))):
-        scalars = again.tracks[0].reports[0].scalars
-        assert math.isnan(scalars["loss"])
-        assert (scalars["lr"], scalars["x"]) == (math.inf, -math.inf)
+    scalars = run.tracks[0].reports[0].scalars
+    assert math.isnan(scalars["loss"])
+    assert (scalars["lr"], scalars["x"]) == (math.inf, -math.inf)
 
 
 def test_a_line_that_is_cut_off_or_strange_is_passed_over(tmp_path: Path) -> None:
@@ -583,98 +575,6 @@ def test_sparklines() -> None:
     assert sparkline([]) == "" and len(sparkline(range(1000))) == 16
 
 
-@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
-def test_ticks_are_few_and_inside(low: float, span: float) -> None:
-    found = ticks(low, low + span)
-    slack = 1e-6 * (span + abs(low))
-    assert 1 <= len(found) <= 7
-    assert all(low - slack <= tick <= low + span + slack for tick in found)
-
-
-class Elements(HTMLParser):
-    """Names and attributes of all elements, and whether they are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in ("meta", "rect", "path"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("rect", "path"):
-            return
-        assert self.open.pop() == tag
-
-
-def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
-    parser = Elements()
-    parser.feed(text)
-    assert parser.open == []
-    return parser.found
-
-
-def test_the_page_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    text = page(read(tmp_path))
-    found = elements(text)
-    tags = [tag for tag, _ in found]
-    assert tags.count("svg") >= 7
-    assert not {"script", "link", "img", "iframe", "object", "a", "form"} & set(tags)
-    assert not re.search(r"https?:|url\(|@import|javascript:", text)
-    policy = next(a for tag, a in found if tag == "meta" and "http-equiv" in a)["content"]
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
-    assert "nan" not in " ".join(str(a.get("d")) for _, a in found)
-
-
-@pytest.mark.parametrize(("every_s", "parts"), [(1.0, 2), (100.0, 1)])
-def test_lines_have_gaps_where_nothing_is_known(tmp_path: Path, every_s: float, parts: int) -> None:
-    record = Record(tmp_path, 0)
-    record.write("start", time_s=0.0, every_s=every_s)
-    for time_s in (1, 2, 9, 200, 201, 202):
-        record.report(0, replace(FINE, time_s=float(time_s), step=time_s, scalars={"loss": 1.0}))
-    record.close()
-    found = elements(page(read(tmp_path)))
-    drawn = [str(a["d"]) for tag, a in found if tag == "path" and "line" in str(a["class"])]
-    assert len(drawn) >= 4 and {path.count("M") for path in drawn} == {parts}
-
-
-def test_a_line_does_not_go_back_to_the_steps_of_a_new_run(tmp_path: Path) -> None:
-    record = Record(tmp_path, 0)
-    for time_s, step in ((1, 100), (2, 200), (4, 0), (5, 100)):
-        record.report(0, replace(FINE, time_s=float(time_s), step=step))
-    record.close()
-    found = elements(page(read(tmp_path)))
-    drawn = [str(a["d"]) for tag, a in found if tag == "path" and "line" in str(a["class"])]
-    assert {path.count("M") for path in drawn} == {2}
-
-
-def test_a_script_in_any_name_is_text(tmp_path: Path) -> None:
-    attack = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
-    for i in range(2):
-        record = Record(tmp_path, i)
-        record.write("start", time_s=0.0, name=attack, script=attack, averaging=attack)
-        for s in range(5):
-            report = Report(time_s=float(s), step=s, scalars={attack: float(s), "loss": 1.0})
-            record.report(i, report, peers={str(1 - i): 3})
-        record.write("event", time_s=2.0, event=attack, about=1, text=attack)
-        record.close()
-    found = elements(page(read(tmp_path)))
-    assert not {"script", "img"} & {tag for tag, _ in found}
-    assert not any(name.startswith("on") for _, attributes in found for name in attributes)
-
-
-def test_an_empty_run_is_a_page_too(tmp_path: Path) -> None:
-    (tmp_path / "0.jsonl").write_text('{"kind":"start","time_s":1}\n')
-    assert "<h1>" in page(read(tmp_path))
-
-
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     recorded(tmp_path)
     assert report_command.main([str(tmp_path)]) == 0
@@ -683,8 +583,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     before = (tmp_path / "0.jsonl").read_bytes()
     assert report_command.main([str(tmp_path), "-o", str(tmp_path / "0.jsonl")]) == 2
     assert (tmp_path / "0.jsonl").read_bytes() == before
-    assert top.main(["--json", "http://[::1"]) == 2
-    assert "top: no run at 'http://[::1'" in capsys.readouterr().err
     monkeypatch.setenv("HVD_ADPSGD_RECORD", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "140")
     assert top.main(["--once"]) == 0

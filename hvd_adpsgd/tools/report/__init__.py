@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError
-from hvd_adpsgd.watching.page import page
+from hvd_adpsgd.tools.page import page
 from hvd_adpsgd.watching.record import read
 
 __all__ = ["main"]
@@ -43,7 +43,10 @@ def _write(folder: str, output: Path) -> Path:
         raise ConfigError(
             f"no page: {str(output)!r} would be a file of a record. Name another file with -o."
         )
-    text = page(read(folder))
+    run = read(folder)
+    text = page(
+        run, max((t.reports[-1].time_s for t in run.tracks.values() if t.reports), default=0.0)
+    )
     try:
         output.write_text(text, "utf-8")
     except OSError as error:

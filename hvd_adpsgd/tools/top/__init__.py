@@ -1,8 +1,8 @@
-"""A table of a run in the terminal, one row per super learner, from the run's record or its live page.
+"""A table of a run in the terminal, one row per super learner, or a page for browsers, from the run's record.
 
 python -m hvd_adpsgd top [FOLDER]          until q or Ctrl-C; FOLDER: the run's HVD_ADPSGD_RECORD
-python -m hvd_adpsgd top URL               URL of the live page (HVD_ADPSGD_DASHBOARD), with its token
 python -m hvd_adpsgd top --once [--json]   one table, or JSON for other programs
+python -m hvd_adpsgd top --web [PORT]      a page for browsers of this host, port 8265
 
 Keys: q quits, s sorts by the next column, r reverses the order. A narrow terminal shows fewer columns.
 """
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Literal
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, MissingRequirementError
 from hvd_adpsgd.tools.terminal import keys, printable
-from hvd_adpsgd.tools.top.remote import fetched
-from hvd_adpsgd.watching.record import Run, of_lines, read
-from hvd_adpsgd.watching.table import Row, rows, sparkline
+from hvd_adpsgd.tools.top.web import serve
+from hvd_adpsgd.watching.record import Run, read
+from hvd_adpsgd.watching.table import COLUMNS, Row, rows
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -33,10 +33,6 @@ __all__ = ["main"]
 
 _TAIL_NBYTES = 200_000  # read from the end of each file of the record: some hundred reports
 _SORTS = ("super_learner", "host", "state", "step", "steps_per_s", "distance", "apart_s", "loss")
-_COLUMNS = (
-    "#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s", "share", "MB/s", "loss", ""
-)  # fmt: skip
-_LEFT = ("host", "state", "")  # columns of text, which are left-aligned
 # Columns to drop, in this order, if the terminal is narrow.
 _DROPPED = ("", "MB/s", "share", "exch/s", "stale", "distance", "host")
 _HOST_WIDTH = 12  # characters to which the column "host" is shortened before columns are dropped
@@ -84,11 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--every {args.every:g} s between two tables: allowed are {_EVERY_S[0]:g} to "
                 f"{_EVERY_S[1]:g}. Pass seconds in that range."
             )
-        where = _where(args.where)
+        folder = _folder(args.folder)
         if args.json:
-            print(json.dumps(_as_json(_run(where), time.time())), flush=True)
+            print(json.dumps(_as_json(_run(folder), time.time())), flush=True)
+        elif args.web is not None:
+            serve(folder, args.web)
         else:
-            _show(where, args)
+            _show(folder, args)
     except AdpsgdError as error:
         print(f"top: {error}", file=sys.stderr)
         return 2
@@ -108,13 +106,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "where",
-        nargs="?",
-        metavar="FOLDER or URL",
-        help="folder of the record (default: $HVD_ADPSGD_RECORD), or URL of the live page",
+        "folder", nargs="?", help="folder of the record (default: $HVD_ADPSGD_RECORD)"
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--json", action="store_true", help="print JSON once and exit")
+    parser.add_argument(
+        "--web",
+        type=int,
+        nargs="?",
+        const=8265,
+        metavar="PORT",
+        help="serve a page (default: 8265)",
+    )
     parser.add_argument(
         "--every", type=float, default=1.0, metavar="S", help="seconds per table (default: 1)"
     )
@@ -122,20 +125,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _where(given: str | None) -> str:
-    where = given or os.environ.get("HVD_ADPSGD_RECORD", "")
-    if not where:
+def _folder(given: str | None) -> str:
+    folder = given or os.environ.get("HVD_ADPSGD_RECORD", "")
+    if not folder:
         raise ConfigError(
             "no folder: neither an argument nor HVD_ADPSGD_RECORD names one. Start the run with "
-            "HVD_ADPSGD_RECORD=FOLDER, and pass that folder, or the URL of its live page."
+            "HVD_ADPSGD_RECORD=FOLDER, and pass that folder."
         )
-    return where
+    return folder
 
 
-def _run(where: str) -> Run:
-    if where.startswith(("http://", "https://")):
-        return of_lines(fetched(where))
-    return read(where, _TAIL_NBYTES)
+def _run(folder: str) -> Run:
+    return read(folder, _TAIL_NBYTES)
 
 
 def _as_json(run: Run, now_s: float) -> dict[str, object]:
@@ -149,7 +150,7 @@ def _as_json(run: Run, now_s: float) -> dict[str, object]:
     }
 
 
-def _show(where: str, args: argparse.Namespace) -> None:
+def _show(folder: str, args: argparse.Namespace) -> None:
     """Print the table, with --once once, else every args.every seconds; a terminal redraws it in place."""
     if importlib.util.find_spec("rich") is None:
         raise MissingRequirementError(
@@ -159,10 +160,10 @@ def _show(where: str, args: argparse.Namespace) -> None:
     console = _console()
     order = _Order(args.sort)
     if sys.stdout.isatty() and not args.once:
-        _show_in_place(where, console, order, args.every)
+        _show_in_place(folder, console, order, args.every)
         return
     while True:
-        console.print(_drawn(_run(where), order, console.width))
+        console.print(_drawn(_run(folder), order, console.width))
         sys.stdout.flush()
         if args.once:
             return
@@ -177,7 +178,7 @@ def _console() -> Console:
     return Console() if known else Console(width=_WIDTH)
 
 
-def _show_in_place(where: str, console: Console, order: _Order, every_s: float) -> None:
+def _show_in_place(folder: str, console: Console, order: _Order, every_s: float) -> None:
     """Redraw the table in one place of the terminal every `every_s` seconds, until q or Ctrl-C is pressed."""
     from rich.layout import Layout
     from rich.live import Live
@@ -187,7 +188,7 @@ def _show_in_place(where: str, console: Console, order: _Order, every_s: float) 
     page.split_column(body, footer)
     with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            body.update(_drawn(_run(where), order, console.width))
+            body.update(_drawn(_run(folder), order, console.width))
             footer.update(Text(f"q quit · s sort · r reverse · {order}", no_wrap=True, style="dim"))
             live.update(page, refresh=True)
             now = pressed.wait(every_s)
@@ -205,13 +206,14 @@ def _drawn(run: Run, order: _Order, width: int) -> Group:
 
     now_s = time.time()
     found = order.sort(rows(run, now_s))
-    cells = [dict(zip(_COLUMNS, _cells(row), strict=True)) for row in found]
+    cells = [{column.title: printable(column.cell(row)) for column in COLUMNS} for row in found]
     states = [row.state for row in found]
     title = f"{len(found)} super learners, {states.count('ok')} ok · {_clock(now_s)}"
     table = Table(title=title, title_justify="left", expand=False)
     widths = _widths(cells, width)
+    lefts = {column.title for column in COLUMNS if column.is_left}
     for name, wide in widths.items():
-        justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
+        justify: Literal["left", "right"] = "left" if name in lefts else "right"
         table.add_column(name, justify=justify, width=wide, no_wrap=True, overflow="ellipsis")
     for row, shown in zip(found, cells, strict=True):
         style = _STYLES.get(row.state, "")
@@ -233,7 +235,9 @@ def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     """
     from rich.cells import cell_len
 
-    needed = {name: max(map(cell_len, [name, *(c[name] for c in cells)])) for name in _COLUMNS}
+    needed = {
+        c.title: max(map(cell_len, [c.title, *(row[c.title] for row in cells)])) for c in COLUMNS
+    }
     hosts = needed["host"]
     needed["host"] = min(hosts, _HOST_WIDTH)
 
@@ -252,36 +256,7 @@ def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
 
 def _key(row: Row, by: str) -> tuple[int, object]:
     """Return the sort key of a row; values that are NaN or infinite sort last."""
-    value = getattr(row, by)
+    value = getattr(row if hasattr(row, by) else row.report, by)
     if isinstance(value, float) and not math.isfinite(value):
         return 1, 0.0
     return 0, value
-
-
-def _cells(row: Row) -> list[str]:
-    since = f" {_duration(row.since_s)}" if row.since_s else ""
-    return [
-        str(row.super_learner),
-        printable(row.host),
-        row.state + since,
-        str(row.step),
-        _short(row.steps_per_s),
-        f"{row.staleness_p50}/{row.staleness_p95}",
-        _short(row.distance),
-        _short(row.exchanges_per_s),
-        row.moved(_short),
-        _short(row.sent_per_s / 1e6),
-        _short(row.loss),
-        sparkline(row.losses),
-    ]
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _short(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"

@@ -273,8 +273,8 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any] | None:
     Options of the environment (HVD_ADPSGD_*) reach the learners, and stand in the report.
     """
     kind = asked["kind"]
-    own = (f"{PREFIX}SUPER_LEARNER_SIZE", f"{PREFIX}DASHBOARD_TOKEN")
-    given = {k: v for k, v in os.environ.items() if k.startswith(PREFIX) and k not in own}
+    own = f"{PREFIX}SUPER_LEARNER_SIZE"
+    given = {k: v for k, v in os.environ.items() if k.startswith(PREFIX) and k != own}
     path = programs_path()
     size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,74 @@
+"""Serves the page of a run to browsers of this host, from the run's record."""
+
+from __future__ import annotations
+
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from hvd_adpsgd.errors import AdpsgdError, ConfigError
+from hvd_adpsgd.tools.page import page, script
+from hvd_adpsgd.watching.record import read
+
+__all__ = ["serve", "server"]
+
+_EVERY_S = 10  # seconds after which a browser loads the page again
+_SCRIPT = "/plotly.js"
+
+
+def serve(folder: str, port: int) -> None:
+    """Serve the page of the record in `folder` until Ctrl-C, on the loopback interface.
+
+    Raises:
+        ConfigError: if there is no record, or the port is in use.
+        MissingRequirementError: if plotly is not installed.
+    """
+    with server(folder, port) as serving:
+        print(f"http://localhost:{serving.server_port}/ (until Ctrl-C)", flush=True)
+        serving.serve_forever()
+
+
+def server(folder: str, port: int) -> ThreadingHTTPServer:
+    """Return the server of the page, which listens; see `serve`."""
+    read(folder)
+
+    class Handler(_Handler):
+        record, script = folder, script().encode()
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no page at port {port}: {error}. Pass a free one of 1 to 65535 with --web."
+        ) from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    record: str
+    script: bytes
+
+    def do_GET(self) -> None:
+        if self.path == _SCRIPT:
+            self._answer(200, "text/javascript", self.script, "Cache-Control", "max-age=86400")
+        elif self.path == "/":
+            self._page()
+        else:
+            self.send_error(404)
+
+    def _page(self) -> None:
+        try:
+            text = page(read(self.record), time.time(), _SCRIPT)
+        except AdpsgdError as error:
+            self._answer(503, "text/plain", str(error).encode(), "Refresh", str(_EVERY_S))
+        else:
+            self._answer(200, "text/html", text.encode(), "Refresh", str(_EVERY_S))
+
+    def _answer(self, status: int, kind: str, body: bytes, *header: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header(*header)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
