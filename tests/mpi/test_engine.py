@@ -1,8 +1,7 @@
-"""The engine by itself: nothing lost, little memory, no time wasted, errors said."""
+"""The engine by itself: nothing lost, little memory, no time wasted, errors said, exchanges cut short."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,28 @@ pytestmark = pytest.mark.mpi
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def learners(n: int, program: str, *args: object) -> list[dict[str, Any]]:
-    """What each learner of a program said, by rank."""
+def learners(n: int, program: str, *args: object, **how: Any) -> list[dict[str, Any]]:
+    """What the learners of a program said, by rank."""
     arguments = [str(a) for a in args]
-    result = run_learners(n, PROGRAMS / program, args=arguments).checked()
-    return result.by_rank()
+    return run_learners(n, PROGRAMS / program, args=arguments, **how).checked().by_rank()
 
 
 # ---- promise 1: nothing lost --------------------------------------------------------------------
 
 SHARED, SENT = (), ("--no-share",)
+LEFT = 2  # as in Loop.peers
+LEAVE_S = 16.0
 
 
-def run_mean(n: int, *args: object) -> dict[str, Any]:
-    """What mean.py prints on n super learners."""
-    arguments = [str(a) for a in ("--steps", 60, "--check", 30, "--least", 5 * n, *args)]
-    result = run_learners(n, PROGRAMS / "mean.py", args=arguments).checked()
-    return json.loads(result.stdout.splitlines()[-1])
+def require_mean_kept(n: int, least: int, *args: object, **how: Any) -> dict[str, Any]:
+    """The mean of n models moves by local updates only, in so many exchanges."""
+    found = learners(n, "mean.py", "--least", least, *args, **how)[0]
+    worst = found["worst"]
+    assert worst["float32"] <= 1e-6 and worst["float64"] <= 1e-12 and worst["float16"] <= 1e-6, (
+        found
+    )
+    assert found["exchanges"] >= least, found
+    return found
 
 
 @pytest.mark.parametrize(
@@ -51,18 +55,25 @@ def test_the_mean_moves_only_by_local_updates(
 ) -> None:
     """Exchanges as fast as they go, of models that change meanwhile, in every interleaving."""
     narrow = ("--wire", wire) if wire else ()
-    found = run_mean(n, "--seed", seed, "--strategy", strategy, *narrow, *way)
-    assert found["worst"]["float32"] <= 1e-6, found
-    assert found["worst"]["float64"] <= 1e-12, found
-    assert found["worst"]["float16"] <= 1e-6, found
-    assert found["exchanges"] >= 5 * n, found  # it has shown something
+    how = ("--steps", 60, "--check", 30, "--seed", seed, "--strategy", strategy, *narrow, *way)
+    require_mean_kept(n, 5 * n, *how)
 
 
 def test_the_mean_test_sees_a_loss() -> None:
     """One number of one super learner, moved by 1e-3, is noticed."""
-    found = run_mean(2, "--seed", 1, "--break-merge", 1e-3)
-    assert found["worst"]["float64"] > 1e-12, found
-    assert found["worst"]["float32"] <= 1e-6, found
+    how = ("--steps", 60, "--check", 30, "--seed", 1, "--break-merge", 1e-3)
+    (found, *_) = learners(2, "mean.py", *how)
+    assert found["worst"]["float64"] > 1e-12 and found["worst"]["float32"] <= 1e-6, found
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.alone
+def test_64_engines_for_a_minute_lose_nothing() -> None:
+    """In 64 processes that exchange all the time, without torch."""
+    how = "--seed 64 --steps 160 --check 40 --step-s 1.0 --rate 2".split()
+    found = require_mean_kept(64, 20 * 64, *how, timeout=400, fresh=True)
+    assert found["engines"] == 64 and found["seconds"] >= 60 and found["pss_mib"] < 100, found
 
 
 @pytest.mark.parametrize("way", [SHARED, SENT])
@@ -83,14 +94,14 @@ def test_memory_is_a_mirror_and_slots_on_leaders_and_none_elsewhere(
     n: int, k: int, slots: int
 ) -> None:
     """For each leader: a mirror and two slots of corrections, three where it is not alone, and at most 64 MiB
-    besides. They are shared with the other learners of the super learner, and with peers
-    on the host.
+    besides. They are shared with the other learners of the super learner, the mirror with peers on the host.
     """
     mib = 200
+    own = 64 + slots * mib * (k == 1)
     said = learners(n, "memory.py", "--mib", mib, "--k", k)
     for facts in said:
         assert facts["exchanges"] >= 12, said
-        assert facts["private"] <= (64 if facts["leads"] else 16), said
+        assert facts["private"] <= (own if facts["leads"] else 16), said
     leaders = sum(facts["leads"] for facts in said)
     host = sum(facts["pss"] for facts in said)
     most = leaders * ((1 + slots) * mib + 64) + (n - leaders) * 16
@@ -138,3 +149,45 @@ def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
     errors = {facts["error"] for facts in said}
     assert "ModelMismatchError" in errors, said
     assert errors <= {"ModelMismatchError", None}, said
+
+
+# ---- engines that leave, or were stopped meanwhile ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("who", "way"),
+    [
+        ("first", SHARED),
+        pytest.param("both", SENT, marks=pytest.mark.extended),
+        pytest.param("first", SENT, marks=pytest.mark.extended),
+    ],
+)
+def test_who_leaves_cuts_a_long_exchange_short_and_loses_nothing(
+    who: str, way: tuple[str, ...]
+) -> None:
+    """After half of leave_deadline_s; what either side has begun is averaged on both.
+
+    In the other half the exchange ends. It takes milliseconds; on a busy machine it may take seconds.
+    """
+    told = learners(2, "cut_short.py", "--who", who, "--leave-s", 10, *way)
+    merged = [one["merged"] for one in told]
+    assert merged[0] == merged[1] and 0 < merged[0] < 100, told
+    assert all(one["moved"] < 1e-15 and one["lost"] == [] for one in told), told
+
+
+@pytest.mark.parametrize(
+    "way",
+    [("--twice",), *(pytest.param(way, marks=pytest.mark.extended) for way in (SENT, SHARED))],
+)
+def test_one_that_was_stopped_while_its_partner_left_waits_for_nothing(
+    way: tuple[str, ...],
+) -> None:
+    """The rest of their exchange never comes: it comes to rest all the same, and leaves in good order.
+
+    So has who left, though the other had come back in between.
+    """
+    told = learners(3, "left_behind.py", "--leave-s", LEAVE_S, *way)
+    # for half of it the first waits for its partner, and the second for nothing
+    assert told[0]["left_behind"] == 1 and told[0]["leave_s"] < LEAVE_S, told
+    assert told[1]["rests"] and told[1]["leave_s"] < LEAVE_S / 2, told
+    assert told[2]["peers"] == [LEFT, LEFT], told

@@ -15,35 +15,24 @@ PRELUDE = """
     import hashlib
     import numpy as np
     from mpi4py import MPI
-    from hvd_adpsgd.config import Config
     from hvd_adpsgd.engine import engine as module
-    from hvd_adpsgd.engine.engine import Engine
-    from hvd_adpsgd.engine.layout import TensorSpec
-    from hvd_adpsgd.strategies import parse
+    from tests.mpi.programs.engines import Driven
 
     world = MPI.COMM_WORLD
     world.Set_errhandler(MPI.ERRORS_RETURN)
 
-    def engine_for(comm, way, specs):
-        outer = comm.Dup()
-        outer.Set_errhandler(MPI.ERRORS_RETURN)
-        plan = parse("periodic_averaging:period=1").plan(comm.rank, comm.size)
+    def driven_by(comm, way, *models):
         # sums are pairwise where failures are survived, else MPI's
         module.ulfm_enabled = lambda: way == "butterfly"
-        config = Config(chunk_kib=64, deadline_s=60.0)
-        engine = Engine(inner=None, outer=outer, plan=plan, config=config)
-        engine.memory.extend(specs)
-        engine.start()
-        return engine
+        return Driven(comm, "periodic_averaging:period=1", *models, chunk_kib=64)
 
-    def averaged(engine, model, step):
-        addresses = np.array([x.ctypes.data for x in model], dtype=np.uintp)
-        engine.memory.absorb(addresses, step)
-        engine.offer(step)
-        engine.rounds.begin(step)
-        engine.rounds.finish()
-        engine.publish(step)
-        engine.memory.absorb(addresses, step)
+    def average(driven):
+        driven.offer()
+        driven.engine.rounds.begin(driven.step)
+        driven.engine.rounds.finish()
+        driven.engine.publish(driven.step)
+        driven.absorb()
+        driven.step += 1
 """
 SUMS = (
     PRELUDE
@@ -59,12 +48,11 @@ SUMS = (
         models = {}
         for way in ("mpi", "butterfly"):
             model = models[way] = [x.copy() for x in start]
-            specs = [TensorSpec(k, x.shape, k) for k, x in zip(SIZES, model)]
-            engine = engine_for(comm, way, specs)
-            for step in range(3):  # the mean of equal models is itself
-                averaged(engine, model, step)
-            sent = engine.metrics()["bytes_sent"]
-            engine.stop()
+            driven = driven_by(comm, way, *model)
+            for _ in range(3):  # the mean of equal models is itself
+                average(driven)
+            sent = driven.engine.metrics()["bytes_sent"]
+            driven.engine.stop()
             errors = {k: float(abs(x - e).max()) for k, x, e in zip(SIZES, model, exact)}
             digest = hashlib.sha256(b"".join(x.tobytes() for x in model)).hexdigest()
             say(rank=world.rank, n=n, way=way, errors=errors, digest=digest, sent=sent / 3)
@@ -78,10 +66,9 @@ UNLIKE = (
     PRELUDE
     + """
     count = 9_000 if world.rank == 2 else 10_000
-    model = [np.ones(count)]
-    engine = engine_for(world, sys.argv[1], [TensorSpec("w", (count,), "float64")])
+    driven = driven_by(world, sys.argv[1], np.ones(count))
     try:
-        averaged(engine, model, 0)
+        average(driven)
         say(rank=world.rank, kind="")
     except Exception as error:
         say(rank=world.rank, kind=type(error).__name__)
@@ -93,12 +80,10 @@ PUBLISHED = (
     PRELUDE
     + """
     CHUNKS = 8
-    model = [np.full(CHUNKS * 2**13, float(world.rank))]
-    engine = engine_for(world, sys.argv[1], [TensorSpec("w", model[0].shape, "float64")])
-    addresses = np.array([model[0].ctypes.data], dtype=np.uintp)
+    driven = driven_by(world, sys.argv[1], np.full(CHUNKS * 2**13, float(world.rank)))
+    engine = driven.engine
     merged = lambda: engine.loop.counters()["chunks"]
-    engine.memory.absorb(addresses, 0)
-    engine.offer(0)
+    driven.offer()
     if world.rank == 0:
         engine.memory.store.publish()
     engine.rounds.begin(0)

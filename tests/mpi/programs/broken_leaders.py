@@ -7,22 +7,11 @@ that one cannot go on either. Each says the warnings that it logged.
 import logging
 
 import numpy as np
-from engines import say, started, until
+from engines import ASKS_NOBODY, Driven, say, until
 from mpi4py import MPI
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.lifecycle.membership import Membership
-
-
-class Warnings(logging.Handler):
-    """Keeps the lines of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def knows(engine: Engine, membership: Membership, broken: int) -> bool:
@@ -33,10 +22,13 @@ def knows(engine: Engine, membership: Membership, broken: int) -> bool:
 
 def main() -> None:
     comm = MPI.COMM_WORLD
-    warnings = Warnings()
-    logging.getLogger("hvd_adpsgd").addHandler(warnings)
-    model = np.zeros(100)
-    engine = started(comm, model)
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hvd_adpsgd").addHandler(handler)
+    driven = Driven(comm, ASKS_NOBODY, np.zeros(100))
+    engine = driven.engine
+    driven.offer()
     groups = [(rank,) for rank in range(comm.size)]
     membership = Membership(groups, [str(rank) for rank in range(comm.size)], comm.rank)
     victims = (comm.size - 1, 0)
@@ -48,7 +40,7 @@ def main() -> None:
             until(lambda broken=broken: knows(engine, membership, broken))
     comm.Barrier()
     engine.stop()
-    say(comm, warned=warnings.lines)
+    say(comm, warned=warned)
 
 
 if __name__ == "__main__":

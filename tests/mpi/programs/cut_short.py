@@ -10,7 +10,7 @@ import argparse
 import threading
 
 import numpy as np
-from engines import address, say, started, until
+from engines import ASKS_NOBODY, Driven, say, until
 from mpi4py import MPI
 
 from hvd_adpsgd.engine.peers import PeerState
@@ -27,10 +27,15 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
     before = total(comm, model)
-    engine = started(
-        comm, model, chunk_kib=CHUNK_NBYTES // 1024, deadline_s=60.0, leave_deadline_s=args.leave_s,
-        same_host="mpi" if args.no_share else "memory",
-    )  # fmt: skip
+    options = {
+        "deadline_s": 60.0,
+        "leave_deadline_s": args.leave_s,
+        "chunk_kib": CHUNK_NBYTES // 1024,
+    }
+    same_host = "mpi" if args.no_share else "memory"
+    driven = Driven(comm, ASKS_NOBODY, model, same_host=same_host, **options)
+    engine = driven.engine
+    driven.offer()
     if comm.rank == 1:
         engine.memory.store.lease(LEASED)
     comm.Barrier()
@@ -54,7 +59,7 @@ def main() -> None:
     engine.stop()
     for _ in range(2):
         engine.memory.publish()
-        engine.memory.absorb(address(model), 0)
+        driven.absorb()
     merged = engine.loop.counters()["chunks"]
     moved = np.abs(total(comm, model) - before).max() / np.abs(before).max()
     say(comm, merged=merged, moved=float(moved), lost=lost)

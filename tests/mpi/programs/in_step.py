@@ -1,6 +1,8 @@
-"""Schemes in step, without gradients or with noise in their place, through the real engine.
+"""Averaging in step without gradients, or with noise in their place, through the real engine.
 
 The order of a step is that of the optimizer: take the round in, offer the model, begin the next.
+
+--lockstep K: K rounds. The models before and after, to be compared with the mixing matrices.
 
 --factors K: the factor by which each of K rounds shrinks the squared disagreement, from --start
 fourier (the slowest mode of the fixed ring) on, or from fresh models each time (normal).
@@ -9,72 +11,70 @@ fourier (the slowest mode of the fixed ring) on, or from fresh models each time 
 squared distance to the mean per super learner and number: kappa. Also that of the mean from the
 sum of all noise, relative.
 
-Prints one JSON object: what is given, per strategy.
+Learner 0 says what is given, per strategy.
 """
 
 import argparse
-import json
+from typing import Any
 
 import numpy as np
+from engines import Driven, say
 from mpi4py import MPI
 
 from hvd_adpsgd.collectives.of_communicator import wait
-from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.strategies import Strategy, parse
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", required=True, nargs="+")
-    parser.add_argument("--factors", type=int, default=0)
-    parser.add_argument("--kappa", type=int, default=0)
+    for name in ("lockstep", "factors", "kappa"):
+        parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--burn-in", type=int, default=60)
     parser.add_argument("--start", choices=("normal", "fourier"), default="normal")
     parser.add_argument("--size", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    result = {}
+    result: dict[str, Any] = {}
     for spec in args.strategy:
-        run = Run(MPI.COMM_WORLD, parse(spec), args.size, args.seed)
-        if args.factors:
+        run = Run(MPI.COMM_WORLD, spec, args.size, args.seed)
+        if args.lockstep:
+            result[spec] = run.lockstep(args.lockstep)
+        elif args.factors:
             result[spec] = run.factors(args.factors, args.start)
         else:
             result[spec] = run.kappa(args.kappa, args.burn_in)
-        run.engine.stop()
+        run.driven.engine.stop()
     if MPI.COMM_WORLD.rank == 0:
-        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-            out.write((json.dumps(result) + "\n").encode())
+        say(MPI.COMM_WORLD, **result)
 
 
 class Run:
     """One engine on a model of `size` float64 numbers."""
 
-    def __init__(self, comm: MPI.Comm, strategy: Strategy, size: int, seed: int):
-        self.comm = comm
-        self.rng = np.random.default_rng([seed, comm.rank])
-        outer = comm.Dup()
-        outer.Set_errhandler(MPI.ERRORS_RETURN)
-        plan = strategy.plan(comm.rank, comm.size)
-        config = Config(deadline_s=30.0, chunk_kib=64)
-        self.engine = Engine(inner=None, outer=outer, plan=plan, config=config)
-        self.engine.memory.extend([TensorSpec("model", (size,), "float64")])
-        self.engine.start()
+    def __init__(self, comm: MPI.Comm, spec: str, size: int, seed: int):
+        self.comm, self.rng = comm, np.random.default_rng([seed, comm.rank])
         self.model = np.zeros(size)
-        self.addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
-        self.step = 0
+        self.driven = Driven(comm, spec, self.model, chunk_kib=64)
 
     def begin(self) -> None:
         """Take in what is published, offer the model, and begin a round."""
-        self.engine.memory.absorb(self.addresses, self.step)
-        self.engine.offer(self.step)
-        self.engine.rounds.begin(self.step)
-        self.step += 1
+        self.driven.offer()
+        self.driven.engine.rounds.begin(self.driven.step)
+        self.driven.step += 1
 
     def finish(self) -> None:
         """End the round under way, and publish what it owes."""
-        self.engine.publish(self.step)
+        self.driven.engine.publish(self.driven.step)
+
+    def lockstep(self, rounds: int) -> dict[str, Any]:
+        self.model[:] = self.rng.standard_normal(self.model.size)
+        models = [self.comm.allgather(self.model.tolist())]
+        for _ in range(rounds):
+            self.begin()
+            self.finish()
+        self.driven.absorb()
+        models.append(self.comm.allgather(self.model.tolist()))
+        return dict(zip(("before", "after"), models, strict=True))
 
     def factors(self, rounds: int, start: str) -> list[float]:
         self.model[:] = self.rng.standard_normal(self.model.size)
@@ -86,7 +86,7 @@ class Run:
         self.begin()
         for _ in range(rounds):
             self.finish()
-            self.engine.memory.absorb(self.addresses, self.step)
+            self.driven.absorb()
             factors.append(self.disagreement() / before)
             before *= factors[-1]
             if start == "normal":
@@ -108,7 +108,7 @@ class Run:
             if step >= burn_in:
                 total += self.disagreement()
         self.finish()
-        self.engine.memory.absorb(self.addresses, self.step)
+        self.driven.absorb()
         mean, expected = self.mean(self.model), self.mean(moved)
         return {
             "kappa": total / steps / self.comm.size / self.model.size,
@@ -122,9 +122,7 @@ class Run:
 
     def disagreement(self) -> float:
         square = np.array([((self.model - self.mean(self.model)) ** 2).sum()])
-        total = np.empty_like(square)
-        wait(self.comm.Iallreduce(square, total))
-        return float(total[0])
+        return float(self.mean(square)[0]) * self.comm.size
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import signal
 import time
 
 import numpy as np
-from engines import say, started, until
+from engines import ASKS_NOBODY, Driven, say, until
 from mpi4py import MPI
 
 from hvd_adpsgd.engine.engine import Engine
@@ -30,10 +30,15 @@ def main() -> None:
     args = parser.parse_args()
     comm = MPI.COMM_WORLD
     model = np.random.default_rng(comm.rank).standard_normal(CHUNKS * CHUNK_NBYTES // 8)
-    engine = started(
-        comm, model, chunk_kib=CHUNK_NBYTES // 1024, deadline_s=0.5, leave_deadline_s=args.leave_s,
-        same_host="mpi" if args.no_share else "memory",
-    )  # fmt: skip
+    options = {
+        "deadline_s": 0.5,
+        "leave_deadline_s": args.leave_s,
+        "chunk_kib": CHUNK_NBYTES // 1024,
+    }
+    same_host = "mpi" if args.no_share else "memory"
+    driven = Driven(comm, ASKS_NOBODY, model, same_host=same_host, **options)
+    engine = driven.engine
+    driven.offer()
     if comm.rank == 1:
         engine.memory.store.lease(LEASED[0])
     pids = comm.allgather(os.getpid())

@@ -5,22 +5,19 @@ the order of exchanges is whatever the machine makes of it. Every `--check` step
 what is pending, and compare the mean of the models with the sum of all local updates. After `--steps` they
 end as soon as there were `--least` exchanges.
 
-Prints one JSON object: worst relative error per dtype, exchanges, seed, seconds, and the largest memory of a
+Learner 0 says: worst relative error per dtype, exchanges, seed, seconds, and the largest memory of a
 process (proportional set size).
 """
 
 import argparse
 import itertools
-import json
 import time
 
 import numpy as np
+from engines import Driven, say
 from mpi4py import MPI
 
-from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.strategies import parse
 
 LONGEST_S = 60.0  # for more exchanges
 SHAPES = {"a": (1,), "b": (3, 7), "c": (100_003,), "d": (0,), "e": (50, 1000)}
@@ -41,27 +38,23 @@ def main() -> None:
     args = parser.parse_args()
 
     comm = MPI.COMM_WORLD
-    outer = comm.Dup()
-    outer.Set_errhandler(MPI.ERRORS_RETURN)
     rng = np.random.default_rng([args.seed, comm.rank])
-    config = Config(
+    model = {
+        (name, dtype): rng.standard_normal(shape).astype(dtype)
+        for dtype in ("float32", "float64", "float16")
+        for name, shape in SHAPES.items()
+    }
+    driven = Driven(
+        comm,
+        args.strategy,
+        *model.values(),
         exchanges_per_step=args.rate,
         chunk_kib=64,
         wire_dtype=args.wire,
         deadline_s=30.0,
         same_host="mpi" if args.no_share else "memory",
     )
-    plan = parse(args.strategy).plan(comm.rank, comm.size)
-    engine = Engine(inner=None, outer=outer, plan=plan, config=config)
-    model = {
-        (name, dtype): rng.standard_normal(shape).astype(dtype)
-        for dtype in ("float32", "float64", "float16")
-        for name, shape in SHAPES.items()
-    }
-    specs = [TensorSpec(f"{n}.{d}", x.shape, d) for (n, d), x in model.items()]
-    engine.memory.extend(specs)
-    engine.start()
-    addresses = np.array([x.ctypes.data for x in model.values()], dtype=np.uintp)
+    engine = driven.engine
     expected = {key: x.astype(np.float64) for key, x in model.items()}
     worst = {"float32": 0.0, "float64": 0.0, "float16": 0.0}
     comm.Barrier()
@@ -71,17 +64,15 @@ def main() -> None:
         update(model, expected, rng)
         pause = rng.exponential(args.step_s) * (rng.random() < 0.5)
         time.sleep(pause)  # jitter of the interleaving, not a synchronisation
-        engine.publish(step)
-        engine.memory.absorb(addresses, step)
-        engine.offer(step)
+        driven.turn()
         if (step + 1) % args.check == 0:
             assert engine.pause(30.0), "the engine did not come to rest in 30 s"
             comm.Barrier()
             engine.publish(step)
-            engine.memory.absorb(addresses, step)
+            driven.absorb()
             if args.break_merge and comm.rank == 0:
                 model["c", "float64"][0] += args.break_merge
-            engine.memory.absorb(addresses, step)
+            driven.absorb()
             compare(comm, owed(engine), expected, worst)
             exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
             enough = exchanges >= args.least or comm.bcast(time.monotonic() > ends)
@@ -91,10 +82,8 @@ def main() -> None:
     seconds, memory = time.monotonic() - began, comm.allreduce(pss_mib(), MPI.MAX)
     engine.stop()
     if comm.rank == 0:
-        result = {"worst": worst, "exchanges": exchanges, "seed": args.seed}
-        result |= {"seconds": seconds, "pss_mib": memory, "engines": comm.size}
-        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-            out.write((json.dumps(result) + "\n").encode())
+        facts = {"worst": worst, "exchanges": exchanges, "seed": args.seed, "engines": comm.size}
+        say(comm, **facts, seconds=seconds, pss_mib=memory)
 
 
 def update(model: dict, expected: dict, rng: np.random.Generator) -> None:

@@ -9,21 +9,16 @@ elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives wha
 
 import argparse
 import ctypes
-import json
 import platform
 import time
 from collections.abc import Callable
 
 import numpy as np
+from engines import DEADLINE_S, Driven, say
 from mpi4py import MPI
 
-from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import AdpsgdError
-from hvd_adpsgd.strategies import parse
 
-DEADLINE_S = 60.0
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
 FUTEX_WAKE = 1
 
@@ -40,17 +35,10 @@ def main() -> None:
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
     args = parser.parse_args()
     run = Run(args)
-    if args.idle:
-        said = run.idle()
-    elif args.grow:
-        said = run.grow()
-    elif args.elsewhere:
-        said = run.elsewhere()
-    else:
-        said = run.stale()
+    ways = {"idle": run.idle, "grow": run.grow, "elsewhere": run.elsewhere}
+    facts = next((way for name, way in ways.items() if getattr(args, name)), run.stale)()
     run.engine.stop()
-    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-        out.write(("\n@learner " + json.dumps({"rank": run.comm.rank, **said}) + "\n").encode())
+    say(run.comm, **facts)
 
 
 def seen(condition: Callable[[], bool]) -> bool:
@@ -68,45 +56,22 @@ def woken(doorbell: int) -> bool:
     return ctypes.CDLL(None).syscall(SYS_FUTEX, address, FUTEX_WAKE, 1, None, None, 0) == 1
 
 
-class Run:
+class Run(Driven):
     """One engine and its model."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.comm = MPI.COMM_WORLD
-        outer = self.comm.Dup()
-        outer.Set_errhandler(MPI.ERRORS_RETURN)
-        larger = 2**args.elsewhere if self.comm.rank == 1 else 1
-        self.engine = Engine(
-            inner=None,
-            outer=outer,
-            plan=parse("random_pairs").plan(self.comm.rank, self.comm.size),
-            config=Config(
-                exchanges_per_step=8.0,
-                chunk_kib=256 * larger,
-                max_staleness=args.stale,
-                deadline_s=DEADLINE_S,  # nobody waits longer for a correction, bound or not
-                same_host="mpi" if args.no_share else "memory",
-                wire=args.wire,
-            ),
-        )
-        self.models: list[np.ndarray] = []
-        self.step = 0
+        self.args, self.comm = args, MPI.COMM_WORLD
         self.rng = np.random.default_rng(self.comm.rank)
-        self.add(1_000_000)
-        self.engine.start()
-
-    def add(self, count: int) -> None:
-        self.models.append(self.rng.standard_normal(count))
-        spec = TensorSpec(f"x{len(self.models)}", (count,), "float64")
-        self.engine.memory.extend([spec])
-
-    def turn(self) -> None:
-        addresses = np.array([x.ctypes.data for x in self.models], dtype=np.uintp)
-        self.engine.publish(self.step)
-        self.engine.memory.absorb(addresses, self.step)
-        self.engine.offer(self.step)
-        self.step += 1
+        super().__init__(
+            self.comm,
+            "random_pairs",
+            self.rng.standard_normal(1_000_000),
+            exchanges_per_step=8.0,
+            chunk_kib=256 * 2 ** (args.elsewhere and self.comm.rank == 1),
+            max_staleness=args.stale,
+            same_host="mpi" if args.no_share else "memory",
+            wire=args.wire,
+        )
 
     def idle(self) -> dict:
         for _ in range(10):
@@ -149,7 +114,7 @@ class Run:
         while added < 12 or self.engine.metrics()["exchanges"] < 20:
             self.turn()
             if self.step % 5 == 0 and added < 12:
-                self.add(9973 * added)
+                self.add(self.rng.standard_normal(9973 * added))
                 added += 1
             time.sleep(1e-3)  # a gradient
         start = self.start()
