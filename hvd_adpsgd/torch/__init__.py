@@ -124,7 +124,8 @@ from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.training.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.training.pause import averaging_paused
 from hvd_adpsgd.training.reports import metrics
-from hvd_adpsgd.training.watching import log, log_to
+from hvd_adpsgd.watching.scalars import log
+from hvd_adpsgd.watching.writers import log_to
 
 __all__ = [
     "A2CiD2",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import Report
 
-__all__ = ["EACH", "Outlet", "Scalar", "scalars"]
+__all__ = ["EACH", "Outlet", "Scalar", "log_to", "outlet", "scalars"]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -45,6 +45,8 @@ class Scalar(NamedTuple):
 
 
 Send = Callable[[list[Scalar], int], object]
+
+_outlet: Outlet | None = None  # where log_to sends
 
 
 # ---- what is sent -------------------------------------------------------------------------------
@@ -154,6 +156,36 @@ class Outlet:
                     type(error).__name__,
                     error,
                 )
+
+
+def log_to(writer: Any, every_s: float = 10.0) -> None:
+    """Send the numbers of the run to a writer of TensorBoard, Weights & Biases, Trackio or MLflow.
+
+    The first surviving leader sends, on a separate thread: the numbers that each super learner logs and
+    reports as hvd_adpsgd/NAME/SUPER_LEARNER, the means over super learners as hvd_adpsgd/NAME, by log_metrics
+    as hvd_adpsgd/NAME/mean. Another leader sends nothing until it is the first surviving one; pass a writer
+    on every leader if the curves must continue after a failure. A writer that raises is not called again,
+    with one warning; training continues.
+
+    Args:
+        writer: a torch.utils.tensorboard.SummaryWriter, a run of wandb.init() or trackio.init(), mlflow with
+            an active run, or an object with their add_scalar(tag, value, step), log(numbers, step=...) or
+            log_metrics(numbers, step=...). It replaces the writer of an earlier call; None: nothing more is
+            sent after the return.
+        every_s: least seconds between two sends; the last numbers are sent in shutdown().
+
+    Raises:
+        ConfigError: for an object without these methods, or every_s below 0.
+    """
+    global _outlet
+    before, _outlet = _outlet, None if writer is None else Outlet(writer, every_s)
+    if before is not None:
+        before.close()
+
+
+def outlet() -> Outlet | None:
+    """Return where the numbers of the run are sent; None without a writer."""
+    return _outlet
 
 
 def _sender(writer: Any) -> Send:

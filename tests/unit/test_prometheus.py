@@ -17,8 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
-from hvd_adpsgd.training import watching
-from hvd_adpsgd.watching import prometheus
+from hvd_adpsgd.watching import prometheus, watcher
 from hvd_adpsgd.watching.prometheus import Exporter
 from hvd_adpsgd.watching.record import Event, Run, Track
 from hvd_adpsgd.watching.reports import Report
@@ -151,8 +150,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hvd_adpsgd.watching.prometheus")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingRequirementError, match=r"prometheus_client.*hvd_adpsgd\[metrics\]"):
-        watching._exporter(":0")
-    assert watching._exporter(None) is None
+        watcher._exporter(":0")
+    assert watcher._exporter(None) is None
 
 
 def test_the_grafana_dashboard_asks_for_metrics_that_exist(exporter: Exporter) -> None:

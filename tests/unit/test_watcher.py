@@ -16,46 +16,45 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.training import watching
-from hvd_adpsgd.watching.alerts import Alert, Alerts
 from hvd_adpsgd.watching.record import Record, read
 from hvd_adpsgd.watching.reports import Report, decode
-from hvd_adpsgd.watching.sampler import Sampler
+from hvd_adpsgd.watching.sampler import Sample
+from hvd_adpsgd.watching.scalars import log
+from hvd_adpsgd.watching.states import States
+from hvd_adpsgd.watching.watcher import Watcher
 
 ALIVE, SUSPECT, LEFT, FAILED = PeerState.ALIVE, PeerState.SUSPECT, PeerState.LEFT, PeerState.FAILED
 
 
-def world(own: int, *states: PeerState, joining: bool = False) -> Any:
+def world(own: int, *states: PeerState, joining: bool = False, **options: Any) -> Any:
     names = [f"host{i}" for i in range(len(states))]
     return SimpleNamespace(
         super_rank=own,
         super_size=len(states),
         membership=SimpleNamespace(states=list(states), names=names, own=own, own_failed=False),
         collectives=SimpleNamespace(joining=joining),
+        config=Config(**options),
+        inner_size=1,
     )
 
 
-def watcher(of: Any) -> Any:
-    """Without a thread and without files."""
-    made: Any = watching.Watcher.__new__(watching.Watcher)
-    made._membership, made._joining = of.membership, of.collectives.joining
-    made._events, made._record, made._exporter = [], None, None
-    made._states, made._suspect = [ALIVE] * len(of.membership.states), {}
-    made._ill, made._recorded, made._ages, made._every_s = {}, {}, {}, 1.0
-    return made
+def states(of: Any) -> tuple[States, list[tuple[str, int | None]]]:
+    """The states, and (kind, about) of the events that they note."""
+    noted: list[tuple[str, int | None]] = []
+    return States(of, lambda what, about, text: noted.append((what, about))), noted
 
 
-def speaks_at(own: int, *states: PeerState) -> list[int]:
+def speaks_at(own: int, *now: PeerState) -> list[int]:
     """The seconds at which this leader speaks, of 0 to 30; from second 10 on the states are these."""
-    well = world(own, *([ALIVE] * len(states)))
-    ill = world(own, *states)
-    made = watcher(well)
-    found = []
+    well, ill = world(own, *([ALIVE] * len(now))), world(own, *now)
+    made, _ = states(well)
+    spoken = []
     for second in range(30):
-        now = ill if second >= 10 else well
-        made._note_states(now, float(second))
-        if made._speaks(now, float(second)):
-            found.append(second)
-    return found
+        of = ill if second >= 10 else well
+        made.update(of, float(second))
+        if made.speaks(of, float(second), {}):
+            spoken.append(second)
+    return spoken
 
 
 def test_leaders_that_do_not_answer_are_passed_over_after_10_s() -> None:
@@ -69,77 +68,90 @@ def test_leaders_that_do_not_answer_are_passed_over_after_10_s() -> None:
 def test_a_leader_whose_reports_are_missing_is_passed_over() -> None:
     """Its engine answers, but the thread that reports does not run."""
     now = world(1, ALIVE, ALIVE)
-    made = watcher(now)
-    spoken = []
-    for made._ages in ({}, {0: 20.0}, {0: 21.0}):
-        spoken.append(made._speaks(now, 0.0))
-    assert spoken == [False, False, True]
+    made, _ = states(now)
+    assert [made.speaks(now, 0.0, ages) for ages in ({}, {0: 20.0}, {0: 21.0})] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_leader_that_answers_again_speaks_again() -> None:
     ill, well = world(1, SUSPECT, ALIVE), world(1, ALIVE, ALIVE)
-    made = watcher(well)
+    made, _ = states(well)
     for now, second, speaks in (
         (ill, 0, False),
         (ill, 15, True),
         (well, 16, False),
         (ill, 17, False),
     ):
-        made._note_states(now, float(second))
-        assert made._speaks(now, float(second)) is speaks, second
-
-
-def test_what_happened_long_ago_is_still_known_at_the_end_of_a_file(tmp_path: Path) -> None:
-    """Also to who reads only the end of it, as top does."""
-    now = world(0, ALIVE, FAILED, SUSPECT)
-    now.super_size = 3
-    made = watcher(now)
-    made._record = Record(tmp_path, 0)
-    for i in (1, 2):
-        made._record.report(i, Report(time_s=time.time()))
-    made._note_states(now, 0.0)
-    for k in range(100):
-        reports = {0: Report(time_s=time.time() + k, step=k)}
-        made._write(now, reports, None, last=True, speaks=True)
-    made._record.close()
-    for newest in (None, 2000):
-        run = read(tmp_path, newest)
-        assert [(e.what, e.about) for e in run.events] == [("failed", 1), ("suspect", 2)], newest
-    assert len((tmp_path / "0.jsonl").read_text()) > 20_000, "more than is read"
+        made.update(now, float(second))
+        assert made.speaks(now, float(second), {}) is speaks, second
 
 
 def test_a_replacement_is_silent_until_it_has_joined() -> None:
     now = world(0, ALIVE, ALIVE, joining=True)
-    made = watcher(now)
-    made._note_joined(now)
-    assert not made._speaks(now, 0.0)
-    made._note_end()
+    made, noted = states(now)
+    made.update(now, 0.0)
+    assert not made.speaks(now, 0.0, {})
+    made.end()
     now.collectives.joining = False
-    made._note_joined(now)
-    made._note_joined(now)
-    assert made._speaks(now, 0.0)
-    made._note_end()
-    assert [(event.what, event.about) for event in made._events] == [
-        ("failed", 0),  # it ended before it joined
-        ("joined", 0),
-        ("left", 0),
-    ]
+    made.update(now, 0.0)
+    made.update(now, 0.0)
+    assert made.speaks(now, 0.0, {})
+    made.end()
+    assert noted == [("failed", 0), ("joined", 0), ("left", 0)], "it ended before it joined"
+
+
+def test_changes_of_states_are_events() -> None:
+    """A super learner that is replaced has joined."""
+    made, noted = states(world(0, ALIVE, ALIVE))
+    for state in (SUSPECT, ALIVE, FAILED, ALIVE):
+        made.update(world(0, ALIVE, state), 0.0)
+    made.update(world(0, ALIVE, ALIVE, ALIVE), 0.0)
+    kinds = ["suspect", "alive", "failed", "joined"]
+    assert noted == [*((kind, 1) for kind in kinds), ("joined", 2)]
+
+
+def test_what_happened_long_ago_is_still_known_at_the_end_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to readers of the end alone, such as top; alerts are events, too."""
+    now = world(0, ALIVE, FAILED, SUSPECT, record=str(tmp_path))
+    for i in (1, 2):
+        record = Record(tmp_path, i)
+        record.report(i, Report(time_s=1e9))
+        record.close()
+    samples = [Sample(float(k), k, {"global_operations": float(k)}) for k in range(100)]
+    one_by_one = iter(samples)
+    made = Watcher(now, lambda stopping: (next(one_by_one), None))
+    for k in range(100):
+        monkeypatch.setattr(time, "monotonic", lambda k=k: float(k))
+        monkeypatch.setattr(time, "time", lambda k=k: 1e9 + 2 * k)
+        made._look(now, None)
+    assert made._record is not None
+    made._record.close()
+    for newest in (None, 2000):
+        events = [(e.what, e.about) for e in read(tmp_path, newest).events]
+        assert ("failed", 1) in events and ("suspect", 2) in events, newest
+    assert ("alert", 0) in [(e.what, e.about) for e in made.events]
+    assert len((tmp_path / "0.jsonl").read_text()) > 20_000, "more than is read"
 
 
 @pytest.mark.parametrize("name", ["x" * 129, "a\udc80b"], ids=["long", "surrogate"])
 def test_a_name_that_no_view_can_show_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="allowed are 128"):
-        watching.log(**{name: 1.0})
+        log(**{name: 1.0})
 
 
 def test_a_tensor_without_values_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no number"):
-        watching.log(loss=torch.zeros((), device="meta"))
+        log(loss=torch.zeros((), device="meta"))
 
 
 def test_a_long_value_is_cut_and_marked_as_cut() -> None:
     with pytest.raises(ConfigError, match=r"words w\.\.\. is no number"):
-        watching.log(loss="words " * 100)
+        log(loss="words " * 100)
 
 
 def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,24 +175,14 @@ def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.M
         **dict.fromkeys(("step", "pauses", "holds_mean", "waits_for_peers", "nonfinite_steps"), 0),
     )
     now = dropped.world
-    made = watcher(now)
-    made._watched, made._sampler = lambda: dropped, Sampler(2)
-    made._alerts = Alerts(now.membership.names)
+    source = watching.Source()
+    source._watched = lambda: dropped
+    made = Watcher(now, source.observe)
     monkeypatch.setattr(watching, "live", lambda also_stopping=False: [dropped] * also_stopping)
-    monkeypatch.setattr(watching.time, "monotonic", itertools.count(step=100.0).__next__)
+    monkeypatch.setattr(time, "monotonic", itertools.count(step=100.0).__next__)
     made._look(now, None)
     made._look(now, None)
     assert [report and report.idle_s for report in told] == [0.0, 0.0]
     made._look(now, dropped)  # it stops, and its engine ends
     made._look(now, None)
     assert len(told) == 3
-
-
-def test_alerts_and_states_are_events() -> None:
-    """A super learner that is replaced has joined."""
-    made = watcher(world(0, ALIVE, ALIVE))
-    made._warn(Alert("slow", 1, "super learner 1 is slow"))
-    for state in (SUSPECT, ALIVE, FAILED, ALIVE):
-        made._note_states(world(0, ALIVE, state), 0.0)
-    found = [(event.what, event.about) for event in made._events]
-    assert found == [("alert", 1), ("suspect", 1), ("alive", 1), ("failed", 1), ("joined", 1)]

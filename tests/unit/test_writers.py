@@ -15,6 +15,8 @@ import pytest
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.training import watching
+from hvd_adpsgd.watching import scalars as logged_scalars
+from hvd_adpsgd.watching import writers
 from hvd_adpsgd.watching.reports import Report
 from hvd_adpsgd.watching.writers import EACH, Outlet, scalars
 
@@ -101,8 +103,8 @@ def test_of_many_super_learners_only_the_means() -> None:
 def test_with_one_super_learner_the_script_counts_steps(
     monkeypatch: pytest.MonkeyPatch, logged: dict[str, float], step: int
 ) -> None:
-    monkeypatch.setattr(watching, "_scalars", {})
-    watching.log(**logged)
+    monkeypatch.setattr(logged_scalars, "_scalars", {})
+    logged_scalars.log(**logged)
     assert watching._sample(None, None).step == step
 
 
@@ -208,21 +210,21 @@ def test_close_waits_for_the_call_under_way() -> None:
 
 
 def test_a_new_writer_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_outlet", None)
+    monkeypatch.setattr(writers, "_outlet", None)
     first, second = TensorBoard(), TensorBoard()
-    watching.log_to(first, every_s=0)
-    old = watching._outlet
-    watching.log_to(second, every_s=0)
-    new = watching._outlet
+    writers.log_to(first, every_s=0)
+    old = writers._outlet
+    writers.log_to(second, every_s=0)
+    new = writers._outlet
     assert old is not None and new is not None
     for outlet in (old, new):
         outlet.send(0.0, TWO, 0, {0, 1})
     assert not first.points and second.points
     with pytest.raises(ConfigError):
-        watching.log_to("runs")
-    assert watching._outlet is new, "a wrong one changes nothing"
-    watching.log_to(None)
-    assert watching._outlet is None
+        writers.log_to("runs")
+    assert writers._outlet is new, "a wrong one changes nothing"
+    writers.log_to(None)
+    assert writers._outlet is None
 
 
 class MLflow:
