@@ -12,13 +12,12 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvd_adpsgd.tools import top
-from hvd_adpsgd.tools.terminal import keys, printable
+from hvd_adpsgd.tools.top import printable
 from hvd_adpsgd.watching.record import Record
 from hvd_adpsgd.watching.reports import Report
 from hvd_adpsgd.watching.table import COLUMNS, Row
@@ -165,107 +164,37 @@ def test_a_file_gets_one_table_after_the_other(
     assert pauses == [7.0] * 3
 
 
-# ---- keys -----------------------------------------------------------------------------------------
-
-
-def test_a_signal_before_the_wait_ends_it() -> None:
-    """Python notes a signal, and runs its handler later: it may come just before select() begins."""
-    number = signal.SIGUSR1
-    before = signal.signal(number, lambda *_: None)
-    try:
-        with keys() as pressed:
-            signal.raise_signal(number)
-            assert pressed.wait(250) == ""
-            began = time.monotonic()
-            assert pressed.wait(0.01) == "" and time.monotonic() > began, "it is noticed once"
-    finally:
-        signal.signal(number, before)
-
-
-def heeds_interrupts() -> None:
-    """Also if the tests run in the background of a shell, where SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-class Terminal:
-    """`top` on a pseudo-terminal of 100 x 30 characters."""
-
-    def __init__(self, folder: str) -> None:
-        self.ours, self.theirs = pty.openpty()
-        termios.tcsetwinsize(self.theirs, (30, 100))
-        self.before = termios.tcgetattr(self.theirs)
-        self.said = b""
-        variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hvd_adpsgd", "top", folder, "--every", "600"],
-            stdin=self.theirs,
-            stdout=self.theirs,
-            stderr=self.theirs,
-            env={**variables, "TERM": "xterm"},
-            preexec_fn=heeds_interrupts,
-        )
-
-    def wait_for(self, text: str) -> None:
-        while text.encode() not in self.said:
-            self.said += os.read(self.ours, 65536)
-        self.said = self.said.partition(text.encode())[2]
-
-    def press(self, keys: str) -> None:
-        os.write(self.ours, keys.encode())
-
-    def end(self) -> int:
-        """The exit status, once the terminal is as before."""
-        status = self.process.wait(60)
-        assert termios.tcgetattr(self.theirs) == self.before
-        return status
-
-
-@pytest.fixture
-def terminal(folder: str) -> Iterator[Terminal]:
-    found = Terminal(folder)
-    yield found
-    found.process.kill()
-    found.process.wait()
-    os.close(found.ours)
-    os.close(found.theirs)
-
-
-@pytest.mark.timeout(120)
-def test_keys_sort_and_end_it(terminal: Terminal) -> None:
-    terminal.wait_for("sorted by super_learner, ascending")
-    assert termios.tcgetattr(terminal.theirs) != terminal.before
-    terminal.press("s")
-    terminal.wait_for("sorted by host, ascending")
-    terminal.press("xrss")
-    terminal.wait_for("sorted by step, descending")
-    terminal.press("q")
-    assert terminal.end() == 0
-
-
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)]
+    ("by", "order"),
+    [("loss", ["0", "2", "1"]), ("step", ["0", "1", "2"]), ("state", ["2", "0", "1"])],
 )
-def test_a_signal_leaves_the_terminal_as_it_was(
-    terminal: Terminal, number: int, status: int
+def test_the_order_of_rows(
+    folder: str, by: str, order: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal.wait_for("sorted by")
-    terminal.process.send_signal(number)
-    assert terminal.end() == status
+    assert top.main(["--once", folder, "--sort", by]) == 0
+    assert [row[0] for row in table(capsys.readouterr().out)[1:]] == order, "NaN comes last"
 
 
 @pytest.mark.timeout(120)
-def test_an_error_leaves_the_terminal_as_it_was(terminal: Terminal, folder: str) -> None:
-    terminal.wait_for("sorted by")
-    for path in Path(folder).glob("*.jsonl"):
-        path.unlink()
-    terminal.press("s")
-    terminal.wait_for("no record in")
-    assert terminal.end() == 2
-
-
-def test_the_order_of_rows() -> None:
-    order = top._Order("loss")
-    for key in "rx":
-        order.press(key)
-    assert order.descending and str(order) == "sorted by loss, descending"
+def test_a_terminal_is_as_before_after_an_interrupt(folder: str) -> None:
+    """On a pseudo-terminal, also if the tests run where SIGINT is ignored."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (30, 100))
+    variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvd_adpsgd", "top", folder, "--every", "600"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**variables, "TERM": "xterm"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    text = b""
+    while b"FAILED" not in text:
+        text += os.read(ours, 65536)
+    process.send_signal(signal.SIGINT)
+    while b"\x1b[?1049l" not in text:  # the alternate screen is left
+        text += os.read(ours, 65536)
+    assert process.wait(60) == 0 and b"Traceback" not in text
+    os.close(ours)
+    os.close(theirs)

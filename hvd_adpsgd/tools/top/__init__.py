@@ -1,10 +1,10 @@
 """A table of a run in the terminal, one row per super learner, or a page for browsers, from the run's record.
 
-python -m hvd_adpsgd top [FOLDER]          until q or Ctrl-C; FOLDER: the run's HVD_ADPSGD_RECORD
+python -m hvd_adpsgd top [FOLDER]          until Ctrl-C; FOLDER: the run's HVD_ADPSGD_RECORD
 python -m hvd_adpsgd top --once [--json]   one table, or JSON for other programs
 python -m hvd_adpsgd top --web [PORT]      a page for browsers of this host, port 8265
 
-Keys: q quits, s sorts by the next column, r reverses the order. A narrow terminal shows fewer columns.
+A narrow terminal shows fewer columns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, MissingRequirementError
-from hvd_adpsgd.tools.terminal import keys, printable
 from hvd_adpsgd.tools.top.web import serve
 from hvd_adpsgd.watching.record import Run, read
 from hvd_adpsgd.watching.table import COLUMNS, Row, rows
@@ -47,28 +46,6 @@ _STYLES = {
     "JOINING": "cyan",
     "FAILED": "bold red",
 }
-
-
-@dataclass
-class _Order:
-    """The column by which rows are sorted, and the direction; the keys s and r change them."""
-
-    by: str
-    descending: bool = False
-
-    def press(self, key: str) -> None:
-        if key == "s":
-            self.by = _SORTS[(_SORTS.index(self.by) + 1) % len(_SORTS)]
-        elif key == "r":
-            self.descending = not self.descending
-
-    def sort(self, found: Sequence[Row]) -> list[Row]:
-        """Return the rows sorted by the chosen column; rows whose value is NaN or infinite come last."""
-        ordered = sorted(found, key=lambda row: _key(row, self.by), reverse=self.descending)
-        return sorted(ordered, key=lambda row: _key(row, self.by)[0])
-
-    def __str__(self) -> str:
-        return f"sorted by {self.by}, {'descending' if self.descending else 'ascending'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,17 +134,25 @@ def _show(folder: str, args: argparse.Namespace) -> None:
             "no table: the package rich is not installed. Run: python -m pip install 'hvd_adpsgd[view]', "
             "or use --json."
         )
+    from rich.live import Live
+
     console = _console()
-    order = _Order(args.sort)
-    if sys.stdout.isatty() and not args.once:
-        _show_in_place(folder, console, order, args.every)
-        return
-    while True:
-        console.print(_drawn(_run(folder), order, console.width))
-        sys.stdout.flush()
-        if args.once:
-            return
-        time.sleep(args.every)
+    in_place = sys.stdout.isatty() and not args.once
+    with (
+        Live(console=console, auto_refresh=False, screen=True)
+        if in_place
+        else nullcontext() as live
+    ):
+        while True:
+            table = _drawn(_run(folder), args.sort, console.width)
+            if live is not None:
+                live.update(table, refresh=True)
+            else:
+                console.print(table)
+                sys.stdout.flush()
+            if args.once:
+                return
+            time.sleep(args.every)
 
 
 def _console() -> Console:
@@ -178,34 +163,14 @@ def _console() -> Console:
     return Console() if known else Console(width=_WIDTH)
 
 
-def _show_in_place(folder: str, console: Console, order: _Order, every_s: float) -> None:
-    """Redraw the table in one place of the terminal every `every_s` seconds, until q or Ctrl-C is pressed."""
-    from rich.layout import Layout
-    from rich.live import Live
-    from rich.text import Text
-
-    body, footer, page = Layout(), Layout(size=1), Layout()
-    page.split_column(body, footer)
-    with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            body.update(_drawn(_run(folder), order, console.width))
-            footer.update(Text(f"q quit · s sort · r reverse · {order}", no_wrap=True, style="dim"))
-            live.update(page, refresh=True)
-            now = pressed.wait(every_s)
-            if now is None or "q" in now:
-                return
-            for key in now:
-                order.press(key)
-
-
-def _drawn(run: Run, order: _Order, width: int) -> Group:
+def _drawn(run: Run, by: str, width: int) -> Group:
     """Return the table of the run and its last six events, at most `width` characters wide."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     now_s = time.time()
-    found = order.sort(rows(run, now_s))
+    found = sorted(rows(run, now_s), key=lambda row: _key(row, by))
     cells = [{column.title: printable(column.cell(row)) for column in COLUMNS} for row in found]
     states = [row.state for row in found]
     title = f"{len(found)} super learners, {states.count('ok')} ok · {_clock(now_s)}"
@@ -222,6 +187,11 @@ def _drawn(run: Run, order: _Order, width: int) -> Group:
         )
     events = [Text(printable(f"{_clock(e.time_s)} {e.what}: {e.text}")) for e in run.events[-6:]]
     return Group(table, *events)
+
+
+def printable(text: str) -> str:
+    """Return `text` with a question mark for each control character, which a name from a file may contain."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _clock(time_s: float) -> str:
