@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,13 @@ class Result:
             merged.setdefault(facts["rank"], {}).update(facts)
         return [merged[rank] for rank in sorted(merged)]
 
+    def by_case(self) -> dict[str, list[dict[str, Any]]]:
+        """What the learners said in each `case`, by rank."""
+        cases: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for facts in sorted(self.said, key=lambda facts: facts["rank"]):
+            cases[facts["case"]].append(facts)
+        return cases
+
     def checked(self) -> Result:
         """This, if the launcher ended well."""
         assert self.returncode == 0, self.report()
@@ -150,6 +158,26 @@ def run_learners(
         command = [*launch(np, launcher), *python, *map(str, files), *args]
         first = [] if launcher == "horovodrun" else [QUICK]
         return _run(command, environment(env, first), timeout)
+
+
+def once(launched: Callable[..., Any]) -> Callable[..., Any]:
+    """As functools.cache. A failure is kept, too: one launch that hangs is enough."""
+
+    @functools.cache
+    def attempted(*args: Any) -> Any:
+        try:
+            return launched(*args)
+        except (AssertionError, pytest.fail.Exception) as error:
+            return error
+
+    @functools.wraps(launched)
+    def outcome(*args: Any) -> Any:
+        found = attempted(*args)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    return outcome
 
 
 def horovod_inside() -> bool:

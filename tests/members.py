@@ -18,6 +18,7 @@ NEWS_RECORD, RANK = struct.Struct("=3i"), struct.Struct("=i")
 MEMBERS = 3  # of which two or three are made
 ELEMENTS = 5000
 WEIGHT = 0.5
+DEADLINE_S = 120.0
 
 
 class Member:
@@ -76,6 +77,21 @@ class Member:
         """The trainer's: apply corrections, offer the model."""
         self.model.apply()
         self.loop.offer(self.model.step, True)
+
+    def close(self) -> None:
+        self.loop.stop(within=0.1)
+        self.wire.close()
+
+
+def come_to_rest(members: list[Member]) -> list[dict]:
+    """Exchanges end, and then the engines; their counters."""
+    for member in members:
+        member.loop.pause(True)
+        assert member.loop.wait_quiet(DEADLINE_S)
+    counters = [member.loop.counters() for member in members]
+    for member in members:
+        member.close()
+    return counters
 
 
 def connect_all(members: list[Member]) -> None:

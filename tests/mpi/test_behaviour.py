@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def said(folder: Path) -> Said:
     env = {"HOROVOD_TIMELINE": str(folder / "trace.json"), "HVD_ADPSGD_LOG_LEVEL": "warning"}
-    result = run_learners(4, PROGRAM, env=env).checked()
-    cases: Said = defaultdict(list)
-    for facts in result.said:
-        cases[facts["case"]].append(facts)
-    return cases
+    return run_learners(4, PROGRAM, env=env).checked().by_case()
 
 
 @pytest.mark.parametrize("averaging", ["random_pairs", "delay_by_one"])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.launcher import run_learners
+from tests.launcher import once, run_learners
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -30,26 +28,16 @@ MORE_IN_STEP = (
 NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"
 
 
-@functools.cache
-def attempted(specs: tuple[str, ...]) -> dict[str, list[dict[str, Any]]] | BaseException:
-    """Also a failure is kept: one launch that hangs is enough."""
-    try:
-        result = run_learners(4, PROGRAM, args=specs).checked()
-    except (AssertionError, pytest.fail.Exception) as error:
-        return error
-    said: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        said[facts["case"]].append(facts)
-    return said
+@once
+def trained(specs: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+    return run_learners(4, PROGRAM, args=specs).checked().by_case()
 
 
 def said(case: str, specs: tuple[str, ...] = IN_STEP) -> list[dict[str, Any]]:
     """What each learner said, by rank."""
-    outcome = attempted(specs)
-    if isinstance(outcome, BaseException):
-        raise outcome
-    assert len(outcome[case]) == 4, f"{case}: {outcome[case]}"
-    return outcome[case]
+    everybody = trained(specs)[case]
+    assert len(everybody) == 4, f"{case}: {everybody}"
+    return everybody
 
 
 # ---- steps that never come ----------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,7 @@ MADE = (
 
 @functools.cache
 def by_case() -> dict[str, list[dict[str, Any]]]:
-    said: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    result = run_learners(2, PROGRAM).checked()
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        said[facts["case"]].append(facts)
-    return said
+    return run_learners(2, PROGRAM).checked().by_case()
 
 
 def said(case: str) -> list[dict[str, Any]]:

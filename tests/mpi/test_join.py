@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,7 @@ PLACES = [
 @functools.cache
 def joined(*env: tuple[str, str]) -> dict[str, list[dict[str, Any]]]:
     size = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "ADPSGD_CHUNK_KIB": "64"}
-    result = run_learners(4, PROGRAM, env={**size, **dict(env)}).checked()
-    said: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        said[facts["case"]].append(facts)
-    return said
+    return run_learners(4, PROGRAM, env={**size, **dict(env)}).checked().by_case()
 
 
 @pytest.mark.parametrize("env", PLACES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ def said(order: str, inner: str = "torch") -> dict[str, list[Facts]]:
         launcher="torchrun",
         imports=IMPORTS,
     ).checked()
-    found: dict[str, list[Facts]] = defaultdict(list)
-    for facts in result.said:
-        found[facts["case"]].append(facts)
+    found = result.by_case()
     assert all(len(told) == 4 for told in found.values()), result.report()
     return found
 

@@ -24,21 +24,20 @@ FOUND: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def said() -> list[dict[str, Any]]:
+def said() -> dict[str, list[dict[str, Any]]]:
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "ADPSGD_CHUNK_KIB": "64"}
-    return run_learners(4, PROGRAM, env=env).checked().said
+    return run_learners(4, PROGRAM, env=env).checked().by_case()
 
 
 @pytest.mark.parametrize("case", FOUND)
 def test_learners_of_a_super_learner_stay_equal(case: str) -> None:
-    mine = [facts for facts in said() if facts["case"] == case]
-    assert len(mine) == 4
-    for facts in mine:
+    assert len(said()[case]) == 4
+    for facts in said()[case]:
         assert facts["same"] and facts["finite"], facts
         assert {key: facts[key] for key in FOUND[case]} == FOUND[case]
 
 
 def test_an_exchange_moves_a_quarter_of_the_moments() -> None:
     """That of the leaders; other learners exchange nothing."""
-    moved = [facts["moved"] for facts in said() if facts["case"] == "periods" and facts["leads"]]
+    moved = [facts["moved"] for facts in said()["periods"] if facts["leads"]]
     assert moved == pytest.approx([1.25, 1.25], rel=0.02)

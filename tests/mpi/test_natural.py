@@ -6,7 +6,6 @@ Each launch runs several cases (programs/natural.py), and the tests look at what
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,7 @@ Facts = dict[str, Any]
 def trained(np: int, size: int, cases: tuple[str, ...]) -> dict[str, list[Facts]]:
     """What the learners said of each case, by rank; SEED=n chooses another seed than 7."""
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(size)}
-    result = run_learners(np, PROGRAM, args=cases, env=env).checked()
-    found: dict[str, list[Facts]] = defaultdict(list)
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        found[facts["case"]].append(facts)
-    return found
+    return run_learners(np, PROGRAM, args=cases, env=env).checked().by_case()
 
 
 def require_trained(said: list[Facts], learners: int) -> None:

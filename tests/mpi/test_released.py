@@ -18,24 +18,18 @@ WRAPS = 12  # of programs/released.py
 
 
 @functools.cache
-def said(case: str) -> list[dict[str, Any]]:
-    everything = launched()
-    return [facts for facts in everything if facts["case"] == case]
-
-
-@functools.cache
-def launched() -> list[dict[str, Any]]:
+def launched() -> dict[str, list[dict[str, Any]]]:
     # a close, or a step, that waits for the other super learner would wait beyond the launch
     waits = dict.fromkeys(("HVD_ADPSGD_DEADLINE_S", "HVD_ADPSGD_LEAVE_DEADLINE_S"), "600")
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", **waits}
     if not horovod_inside():  # or malloc keeps what a thread has freed of gradients
         env["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    return run_learners(4, PROGRAM, env=env).checked().said
+    return run_learners(4, PROGRAM, env=env).checked().by_case()
 
 
 def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:
-    assert len(said("dropped")) == 4
-    for facts in said("dropped"):
+    assert len(launched()["dropped"]) == 4
+    for facts in launched()["dropped"]:
         before, after = facts["before"], facts["after"]
         assert len(after["threads"]) <= len(before["threads"]), facts
         assert after["descriptors"] <= before["descriptors"], facts
@@ -45,8 +39,8 @@ def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:
 
 
 def test_close_gives_back_at_once_and_its_peers_train_on() -> None:
-    assert len(said("closed")) == 4
-    for facts in said("closed"):
+    assert len(launched()["closed"]) == 4
+    for facts in launched()["closed"]:
         before, after = facts["before"], facts["after"]
         assert before["threads"].count("adpsgd-engine") == facts["leads"], facts
         assert "adpsgd-engine" not in after["threads"], facts
@@ -57,8 +51,8 @@ def test_close_gives_back_at_once_and_its_peers_train_on() -> None:
 
 def test_a_collection_on_any_thread_waits_for_nothing() -> None:
     """The engine stops later, in the next operation over all learners."""
-    assert len(said("collected")) == 4
-    for facts in said("collected"):
+    assert len(launched()["collected"]) == 4
+    for facts in launched()["collected"]:
         assert not facts["hangs"], facts
         assert "adpsgd-engine" not in facts["after"]["threads"], facts
 

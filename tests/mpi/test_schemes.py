@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.strategies import STRATEGIES
-from tests.launcher import Result, needs_horovod_inside, run_learners
+from tests.launcher import needs_horovod_inside, once, run_learners
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import STEPS, FreeRun, events
 from tests.mpi.simulation import GOSSIP, LAWS, ONE_OF_A_KIND, Setting, Simulation
@@ -63,35 +62,16 @@ class Trained:
         return self.models[case][::k].swapaxes(0, 1)
 
 
-@functools.cache
-def attempted(group: str, learners: int) -> Trained | BaseException:
-    """Also a failure is kept: one launch that hangs is enough."""
+@once
+def trained(group: str, learners: int) -> Trained:
+    """A launch of programs/schemes.py. It prints its seed; SEED=n chooses another."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            result = run_learners(
-                learners, PROGRAM, args=[folder, group, str(learners)], timeout=280
-            ).checked()
-        except (AssertionError, pytest.fail.Exception) as error:
-            return error
+        args = [folder, group, str(learners)]
+        result = run_learners(learners, PROGRAM, args=args, timeout=280).checked()
         print(result.stderr)
         files = [np.load(Path(folder) / f"{rank}.npz") for rank in range(learners)]
         models = {name: np.array([file[name] for file in files]) for name in files[0].files}
-    return Trained(by_case(result), models, models.pop("index")[0])
-
-
-def trained(group: str, learners: int) -> Trained:
-    """A launch of programs/schemes.py. It prints its seed; SEED=n chooses another."""
-    outcome = attempted(group, learners)
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
-
-
-def by_case(result: Result) -> dict[str, list[Facts]]:
-    said: dict[str, list[Facts]] = defaultdict(list)
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        said[facts["case"]].append(facts)
-    return said
+    return Trained(result.by_case(), models, models.pop("index")[0])
 
 
 def at(place: str) -> tuple[Trained, int, int]:
@@ -574,7 +554,7 @@ def test_pairs_go_on_beside_a_model_that_is_not_finite(spec: str) -> None:
 @functools.cache
 def uneven() -> dict[str, list[Facts]]:
     """Three super learners; the first leaves early."""
-    return by_case(run_learners(3, UNEVEN, env=ALONE).checked())
+    return run_learners(3, UNEVEN, env=ALONE).checked().by_case()
 
 
 @pytest.mark.parametrize(

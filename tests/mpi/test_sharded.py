@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -38,9 +37,7 @@ def said(*cases: str, learners: int = 4, size: int = 2, **env: str) -> dict[str,
         env={SIZE: str(size), **env},
         imports=IMPORTS,
     )
-    found: dict[str, list[Facts]] = defaultdict(list)
-    for facts in sorted(result.said, key=lambda facts: facts["rank"]):
-        found[facts["case"]].append(facts)
+    found = result.by_case()
     for case in cases:
         assert len(found[case]) == learners - (case == "lost"), result.report()
     assert "lost" in cases or result.returncode == 0, result.report()

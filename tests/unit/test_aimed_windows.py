@@ -6,9 +6,8 @@ import time
 
 import numpy as np
 
-from tests.members import Member, connect_all
+from tests.members import DEADLINE_S, Member, come_to_rest, connect_all
 
-DEADLINE_S = 120.0
 ELEMENTS = 8 * 1024  # 8 chunks, an exchange moves one
 APART = 5  # the chunk that local updates change most
 WINDOWS = 80
@@ -37,14 +36,7 @@ def windows_of(aims: bool) -> tuple[list[int], dict, dict]:
         while asks.loop.finished() < len(moved):
             connect_all(pair)
             assert time.monotonic() < ends, asks.loop.view()
-    for member in pair:
-        member.loop.pause(True)
-        assert member.loop.wait_quiet(DEADLINE_S)
-    counters = [member.loop.counters() for member in pair]
-    for member in pair:
-        member.loop.stop(within=0.1)
-        member.wire.close()
-    return moved, *counters
+    return moved, *come_to_rest(pair)
 
 
 def test_half_of_the_windows_are_where_the_models_differ_most() -> None:

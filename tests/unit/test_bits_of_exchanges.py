@@ -12,9 +12,8 @@ import pytest
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import WIRE_CODES
-from tests.members import Member, connect_all
+from tests.members import DEADLINE_S, Member, come_to_rest, connect_all
 
-DEADLINE_S = 120.0
 ELEMENTS = 8 * 1024
 EXCHANGES = 40  # one of 16 offers has 16 bits, and the first ones
 
@@ -36,14 +35,8 @@ def bytes_of(bits: tuple[int, int]) -> list[float]:
             for member in pair:
                 member.step()
             assert time.monotonic() < ends, pair[asks].loop.view()
-    for member in pair:
-        member.loop.pause(True)
-        assert member.loop.wait_quiet(DEADLINE_S)
+    counters = come_to_rest(pair)
     np.testing.assert_allclose(sum(m.model.state() for m in pair) / 2, mean, rtol=0, atol=1e-6)
-    counters = [member.loop.counters() for member in pair]
-    for member in pair:
-        member.loop.stop(within=0.1)
-        member.wire.close()
     return [found["bytes_sent"] / EXCHANGES / (4 * ELEMENTS) for found in counters]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,32 +18,26 @@ from hvd_adpsgd.launch import bootstrap
 from hvd_adpsgd.training import consistency
 from hvd_adpsgd.training.consistency import described, require_same, require_same_inside, unanimous
 from hvd_adpsgd.training.engines import _with_chunks_for
+from tests.gathers import Gathers, together
 
 
 class Meeting:
-    """A gather between threads: one learner each, of the ranks given."""
+    """Learners of these ranks, one thread each."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
+        self.ranks, self._gathers = ranks, Gathers(len(ranks))
         self.sent = dict.fromkeys(ranks, 0)  # bytes, by rank
-        self._told: dict[int, Any] = {}
-        self._barrier = threading.Barrier(len(ranks), timeout=60)
 
     def world(self, rank: int) -> Any:
-        return SimpleNamespace(
-            rank=rank, collectives=SimpleNamespace(ranks=self.ranks, gather=self._gather(rank))
-        )
+        gathered = self._gathers.of(self.ranks.index(rank))
 
-    def _gather(self, rank: int) -> Any:
         def gather(doing: str, value: Any) -> list[Any]:
             self.sent[rank] += len(pickle.dumps(value))
-            self._told[rank] = value
-            self._barrier.wait()
-            found = [self._told[each] for each in self.ranks]
-            self._barrier.wait()
-            return found
+            return gathered(value)
 
-        return gather
+        return SimpleNamespace(
+            rank=rank, collectives=SimpleNamespace(ranks=self.ranks, gather=gather)
+        )
 
 
 def compared(meeting: Meeting, tensors: dict[int, list[str]]) -> list[str]:
@@ -57,8 +50,7 @@ def compared(meeting: Meeting, tensors: dict[int, list[str]]) -> list[str]:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(meeting.ranks)) as threads:
-        return list(threads.map(learner, meeting.ranks))
+    return together(learner, meeting.ranks)
 
 
 MODEL = [f"layer{i}.weight float32[512, 512]" for i in range(1000)]

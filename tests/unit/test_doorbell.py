@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.launcher import wait_for
-from tests.members import Member, connect_all, share_memory
+from tests.members import Member, come_to_rest, connect_all, share_memory
 
 DEADLINE_S = 60.0
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
@@ -56,14 +56,9 @@ def exchanged(rings: bool) -> list[np.ndarray]:
     while any(member.loop.finished() == 0 for member in pair):  # of credit
         connect_all(pair)
         assert time.monotonic() < ends, pair[0].loop.view()
-    for member in pair:
-        member.loop.pause(True)
-        assert member.loop.wait_quiet(DEADLINE_S)
+    come_to_rest(pair)
     total = pair[0].model.state() + pair[1].model.state()
     np.testing.assert_allclose(total, 1.0, rtol=1e-5)
-    for member in pair:
-        member.loop.stop(within=0.1)
-        member.wire.close()
     return [doorbell_of(memory[rank]).copy() for rank in (0, 1)]
 
 
@@ -89,8 +84,7 @@ def test_a_message_wakes_an_idle_engine_of_the_host() -> None:
     assert woken[0] in (0, errno.EAGAIN), "the message has woken nobody"
     assert doorbell[RUNG] > 0
     for member in pair:
-        member.loop.stop(within=0.1)
-        member.wire.close()
+        member.close()
 
 
 def sleeping(member: Member) -> threading.Thread:

@@ -9,10 +9,8 @@ import re
 import resource
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,7 +29,9 @@ from hvd_adpsgd.engine.handshake import (
     Hello,
     NotAMember,
 )
+from tests.gathers import Gathers, together
 from tests.hostile import mutated
+from tests.launcher import wait_for
 
 SECRET = bytes(range(SECRET_NBYTES))
 OTHER = bytes(SECRET_NBYTES)
@@ -130,36 +130,17 @@ def test_no_mutated_message_is_accepted(count: int) -> None:
                 hello.check(SECRET, reply, mutated(proof, draw))
 
 
-class Meeting:
-    """Gathers for two in this process."""
-
-    def __init__(self) -> None:
-        self.barrier, self.values = threading.Barrier(2, timeout=60), [None, None]
-
-    def gather_of(self, me: int) -> Callable[[Any], list[Any]]:
-        def gather(value: Any) -> list[Any]:
-            self.values[me] = value
-            self.barrier.wait()
-            found = list(self.values)
-            self.barrier.wait()
-            return found
-
-        return gather
-
-
-def met() -> list[Connections]:
+@contextlib.contextmanager
+def both_met() -> Iterator[list[Connections]]:
     """Two engines that know each other."""
-    meeting = Meeting()
+    gathers = Gathers(2)
     both = [Connections(rank, 2, Config(wire="tcp")) for rank in (0, 1)]
-    threads = [
-        threading.Thread(target=each.meet, args=(meeting.gather_of(rank),))
-        for rank, each in enumerate(both)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return both
+    try:
+        together(lambda rank: both[rank].meet(gathers.of(rank)), (0, 1))
+        yield both
+    finally:
+        for each in both:
+            each.close()
 
 
 @pytest.mark.parametrize("changed", ["version", "called"])
@@ -167,10 +148,7 @@ def test_who_is_refused_by_name_dials_no_more(
     changed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of another version of the protocol; or another engine has the port of one that has ended."""
-    a, b = met()
-    with contextlib.ExitStack() as opened:
-        opened.callback(a.close)
-        opened.callback(b.close)
+    with both_met() as (a, b):
         if changed == "version":
             form, parse = handshake._FORM, Hello.parse
             other = form.pack(handshake._MAGIC, PROTOCOL + 1, 0, 1, 0, 0, bytes(32))
@@ -178,34 +156,18 @@ def test_who_is_refused_by_name_dials_no_more(
         else:
             b._incarnation += 1
         a.wire.call(1)
-        ends = time.monotonic() + 60
-        failed = -1
-        while failed < 0:
-            assert time.monotonic() < ends, "dialed again and again"
+        failed: list[int] = []
+
+        def fails() -> bool:
             a.wire.progress()
-            failed = a.wire.next_failed(True)
-            time.sleep(1e-3)
-        assert failed == 1
+            failed.append(a.wire.next_failed(True))
+            return failed[-1] >= 0
+
+        wait_for(fails, "it dials no more")
+        assert failed[-1] == 1
     version = f"version {PROTOCOL} of the protocol, not {PROTOCOL + 1}"
     reason = {"version": version, "called": "another engine listens"}
     assert "the called side refuses" in caplog.text and reason[changed] in caplog.text
-
-
-def until(fact: Callable[[], object]) -> None:
-    ends = time.monotonic() + 60
-    while not fact():
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(1e-3)
-
-
-@contextlib.contextmanager
-def both_met() -> Iterator[list[Connections]]:
-    both = met()
-    try:
-        yield both
-    finally:
-        for each in both:
-            each.close()
 
 
 def ports_of_sockets() -> list[set[int]]:
@@ -222,9 +184,9 @@ def test_a_forked_child_has_no_socket_of_a_connection_that_is_being_opened() -> 
     """One waits for the proof of its other end; two are on their way to engines."""
     with both_met() as (a, b), socket.socket() as stranger:
         stranger.connect((a.address, a._addresses[0].port))
-        until(lambda: a._unproven)
+        wait_for(lambda: a._unproven, "the event")
         a.wire.call(1)
-        until(lambda: a._handed and b._handed)
+        wait_for(lambda: a._handed and b._handed, "the event")
         ports = {each._addresses[rank].port for rank, each in enumerate((a, b))}
         assert sum(bool(ports & each) for each in ports_of_sockets()) > 3, "the test sees none"
         child = os.fork()
@@ -253,7 +215,9 @@ def test_the_thread_begins_anew_after_an_error(
     monkeypatch.setattr(connections, "_readable", fails_once)
     with both_met() as (a, b):
         a.wire.call(1)
-        until(lambda: a.wire.progress() or b.wire.progress() or b.wire.connections[1])
+        wait_for(
+            lambda: a.wire.progress() or b.wire.progress() or b.wire.connections[1], "the event"
+        )
     assert failing.is_set() and "begins anew" in caplog.text and "MemoryError" in caplog.text
 
 
@@ -265,10 +229,10 @@ def test_a_limit_of_open_files_is_told_once(caplog: pytest.LogCaptureFixture) ->
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
         try:
             stranger.connect((a.address, a._addresses[0].port))
-            until(lambda: caplog.messages)
+            wait_for(lambda: caplog.messages, "the event")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        until(lambda: a._unproven)
+        wait_for(lambda: a._unproven, "the event")
     (message,) = caplog.messages
     assert "super learner 0 cannot open connections to peers: Too many open files" in message
     assert f"(limit of open files: {free})" in message and "ulimit -n" in message
@@ -278,11 +242,8 @@ def test_strangers_close_no_connection_of_an_engine_that_has_said_who_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "_HANDSHAKE_S", 300.0)
-    a, b = met()
-    place = a.address, a._addresses[0].port
-    with contextlib.ExitStack() as opened:
-        opened.callback(a.close)
-        opened.callback(b.close)
+    with both_met() as (a, b), contextlib.ExitStack() as opened:
+        place = a.address, a._addresses[0].port
         member = opened.enter_context(socket.create_connection(place, timeout=60))
         hello = Hello.new(1, 0, b._incarnation, a._incarnation)
         member.sendall(hello.pack())

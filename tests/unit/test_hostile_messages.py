@@ -120,8 +120,7 @@ class Job:
 
     def end(self) -> None:
         for member in self.members:
-            member.loop.stop(within=0.1)
-            member.wire.close()
+            member.close()
 
 
 @pytest.fixture

@@ -19,16 +19,27 @@ tensors = st.lists(
 )
 
 
+def specs_of(generations):
+    for g, members in enumerate(generations):
+        yield [TensorSpec(f"{g}.{i}", *each, 1 + 3 * (i % 2)) for i, each in enumerate(members)]
+
+
+def require_apart(parts):
+    """Chunks lie one behind the other, and within the part."""
+    for part in parts:
+        ends = [c.offset + c.count * ITEMSIZE[c.dtype] for c in part.chunks]
+        assert all(a <= c.offset for a, c in zip(ends, part.chunks[1:], strict=False))
+        assert not part.chunks or (part.chunks[0].offset == 0 and ends[-1] <= part.nbytes)
+
+
 @given(st.lists(tensors, min_size=1, max_size=3), st.sampled_from([64, 128, 4096]))
 def test_every_element_has_exactly_one_place(generations, chunk_nbytes):
     layout = Layout(chunk_nbytes)
     chunks = []
-    for g, members in enumerate(generations):
-        specs = [
-            TensorSpec(f"{g}.{i}", shape, dtype, 1 + 3 * (i % 2))
-            for i, (shape, dtype) in enumerate(members)
-        ]
-        chunks += layout.extend(specs).chunks
+    for specs in specs_of(generations):
+        part = layout.extend(specs)
+        chunks += part.chunks
+        require_apart([part])
     assert layout.nchunks == len(chunks)
     taken = [np.zeros(c.count, dtype=int) for c in chunks]
     seen = [np.zeros(t.count, dtype=int) for t in layout.tensors]
@@ -49,11 +60,7 @@ def test_every_element_has_exactly_one_place(generations, chunk_nbytes):
 def test_every_element_has_exactly_one_place_in_one_shard(generations, chunk_nbytes, of):
     whole = Layout(chunk_nbytes)
     shards = [Layout(chunk_nbytes, Shard(number, of)) for number in range(of)]
-    for g, members in enumerate(generations):
-        specs = [
-            TensorSpec(f"{g}.{i}", shape, dtype, 1 + 3 * (i % 2))
-            for i, (shape, dtype) in enumerate(members)
-        ]
+    for specs in specs_of(generations):
         part = whole.extend(specs)
         parts = [shard.extend(specs) for shard in shards]
         nbytes = [p.nbytes for p in parts]
@@ -62,10 +69,7 @@ def test_every_element_has_exactly_one_place_in_one_shard(generations, chunk_nby
         for rare in (False, True):
             cut = [c.count for p in parts for c in p.chunks if c.rare == rare]
             assert cut == [c.count for c in part.chunks if c.rare == rare]
-        for p in parts:  # chunks lie one behind the other, and within the part
-            ends = [c.offset + c.count * ITEMSIZE[c.dtype] for c in p.chunks]
-            assert all(a <= c.offset for a, c in zip(ends, p.chunks[1:], strict=False))
-            assert not p.chunks or (p.chunks[0].offset == 0 and ends[-1] <= p.nbytes)
+        require_apart(parts)
     seen = [np.zeros(t.count, dtype=int) for t in whole.tensors]
     for shard in shards:
         sizes = [c.count for p in shard.parts for c in p.chunks]
@@ -75,22 +79,6 @@ def test_every_element_has_exactly_one_place_in_one_shard(generations, chunk_nby
     assert all((s == 1).all() for s in seen)
     marks = {p.fingerprint for layout in (whole, *shards) for p in layout.parts[:1]}
     assert len(marks) == of + 1, "a shard is never taken for another one"
-
-
-@given(st.lists(tensors, min_size=1, max_size=3))
-def test_chunks_of_a_generation_do_not_overlap(generations):
-    layout = Layout(128)
-    for g, members in enumerate(generations):
-        specs = [
-            TensorSpec(f"{g}.{i}", shape, dtype, 1 + 3 * (i % 2))
-            for i, (shape, dtype) in enumerate(members)
-        ]
-        generation = layout.extend(specs)
-        end = 0
-        for chunk in generation.chunks:
-            assert chunk.offset >= end
-            end = chunk.offset + chunk.count * ITEMSIZE[chunk.dtype]
-        assert end <= generation.nbytes
 
 
 def test_a_later_generation_leaves_earlier_chunks_alone():
@@ -104,21 +92,18 @@ def test_a_later_generation_leaves_earlier_chunks_alone():
 
 
 @pytest.mark.parametrize(
-    "other", [("a", (4, 1), "float32"), ("b", (4,), "float32"), ("a", (4,), "float64")]
+    ("other", "chunk_nbytes"),
+    [
+        (("a", (4, 1), "float32"), 64),
+        (("b", (4,), "float32"), 64),
+        (("a", (4,), "float64"), 64),
+        (("a", (4,), "float32", 4), 64),  # another period: other chunks in the same place
+        (("a", (4,), "float32"), 128),  # else a chunk could be longer than the buffer for it
+    ],
 )
-def test_fingerprints_tell_models_apart(other):
-    one, two = Layout(64), Layout(64)
-    one.extend([TensorSpec("a", (4,), "float32")])
-    two.extend([TensorSpec(*other)])
-    assert one.parts[0].fingerprint != two.parts[0].fingerprint
-
-
-def test_fingerprints_tell_sizes_of_chunks_apart():
-    """Else a chunk could be sent that is longer than the buffer for it."""
-    one, two = Layout(64), Layout(128)
-    for layout in (one, two):
-        layout.extend([TensorSpec("a", (4,), "float32")])
-    assert one.parts[0].fingerprint != two.parts[0].fingerprint
+def test_fingerprints_tell_models_and_sizes_of_chunks_apart(other, chunk_nbytes):
+    one = Layout(64).extend([TensorSpec("a", (4,), "float32")])
+    assert Layout(chunk_nbytes).extend([TensorSpec(*other)]).fingerprint != one.fingerprint
 
 
 def test_a_name_is_used_once():
@@ -144,9 +129,3 @@ def test_marks_of_any_number_of_super_learners_sum_exactly(n: int) -> None:
 def test_marks_tell_layouts_apart() -> None:
     assert len({layout_mark(fingerprint, 3, 4000) for fingerprint in range(4093)}) == 4093
     assert len({layout_mark(fingerprint, 3, 10**5) for fingerprint in range(4093)}) > 100
-
-
-def test_period_is_part_of_the_layout():
-    """Super learners with other periods would take other chunks for the same place."""
-    often, rarely = (Layout(4096).extend([TensorSpec("m", (9,), "float32", p)]) for p in (1, 4))
-    assert often.fingerprint != rarely.fingerprint

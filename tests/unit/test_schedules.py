@@ -96,28 +96,6 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
     assert opt.param_groups[0]["lr"] is rate
 
 
-@pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("cut", [0, 2, 5, 9])
-def test_resumed_anywhere_it_goes_on_alike(cut, optimizer_first):
-    def make(*rates):
-        return WarmupAnneal(optimizer(*rates), scale=5, warmup_epochs=2, steps_per_epoch=3)
-
-    whole = run(make(0.1, 0.2), 12)
-    first = make(0.1, 0.2)
-    assert run(first, cut) == whole[:cut]
-    saved, saved_optimizer = first.state_dict(), first.optimizer.state_dict()
-    if optimizer_first:
-        opt = optimizer(0.7, 0.7)
-        opt.load_state_dict(saved_optimizer)
-        second = WarmupAnneal(opt)
-    else:
-        second = WarmupAnneal(optimizer(0.7, 0.7))
-        second.optimizer.load_state_dict(saved_optimizer)
-    second.load_state_dict(saved)
-    assert rates_of(second.optimizer) == rates_of(first.optimizer)
-    assert run(second, 12 - cut) == whole[cut:]
-
-
 @pytest.mark.parametrize("make", [WarmupAnneal, Newbob])
 def test_loading_the_state_sets_a_rate_that_is_a_tensor(make):
     first = make(optimizer(0.5))
@@ -160,16 +138,8 @@ def fed(scheduler, losses):
 
 # gain of each epoch:      -     10 %  2 %    0.5 %   5 %    0.2 %   0.05 %  10 %
 LOSSES = [100.0, 90.0, 88.2, 87.759, 83.37, 83.203, 83.161, 74.8]
-STAGES = [
-    (0.8, "constant"),
-    (0.8, "constant"),
-    (0.8, "constant"),
-    (0.4, "halving"),
-    (0.2, "halving"),
-    (0.1, "halving"),
-    (0.1, "finished"),
-    (0.1, "finished"),
-]
+STAGES = [(0.8, "constant")] * 3 + [(rate, "halving") for rate in (0.4, 0.2, 0.1)]
+STAGES += [(0.1, "finished")] * 2
 
 
 def test_newbob_by_hand():
@@ -189,12 +159,8 @@ def test_newbob_counts_gain_from_the_best():
 
 def test_newbob_with_other_options():
     schedule = Newbob(optimizer(1.0), threshold=0.5, stop=0.2, factor=0.1)
-    assert fed(schedule, [10, 4, 3, 2.7]) == [
-        (1, "constant"),
-        (1, "constant"),
-        (0.1, "halving"),
-        (0.1, "finished"),
-    ]
+    last = [(0.1, "halving"), (0.1, "finished")]
+    assert fed(schedule, [10, 4, 3, 2.7]) == [(1, "constant")] * 2 + last
 
 
 def test_newbob_takes_a_log_likelihood_too():
@@ -220,20 +186,33 @@ def test_newbob_halves_every_group():
     assert rates_of(opt) == pytest.approx([0.1, 0.025])
 
 
+def stepped(scheduler, losses):
+    """As `fed`, of a schedule that takes no loss."""
+    return run(scheduler, len(losses))
+
+
 @pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("cut", range(len(LOSSES) + 1))
-def test_newbob_resumed_anywhere_goes_on_alike(cut, optimizer_first):
-    first = Newbob(optimizer(0.8))
-    fed(first, LOSSES[:cut])
-    opt = optimizer(0.7)
+@pytest.mark.parametrize("cut", [0, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize(
+    ("kind", "how", "follow"),
+    [
+        (WarmupAnneal, {"scale": 5, "warmup_epochs": 2, "steps_per_epoch": 3}, stepped),
+        (Newbob, {}, fed),
+    ],
+)
+def test_resumed_anywhere_it_goes_on_alike(kind, how, follow, cut, optimizer_first):
+    whole = follow(kind(optimizer(0.8, 0.2), **how), LOSSES)
+    first = kind(optimizer(0.8, 0.2), **how)
+    assert follow(first, LOSSES[:cut]) == whole[:cut]
+    saved, opt = first.optimizer.state_dict(), optimizer(0.7, 0.7)
     if optimizer_first:
-        opt.load_state_dict(first.optimizer.state_dict())
-    second = Newbob(opt, threshold=0.3)
+        opt.load_state_dict(saved)
+    second = kind(opt, **({"threshold": 0.3} if kind is Newbob else {}))  # the state replaces it
     second.load_state_dict(first.state_dict())
     if not optimizer_first:
-        opt.load_state_dict(first.optimizer.state_dict())
+        opt.load_state_dict(saved)
     assert rates_of(opt) == rates_of(first.optimizer)
-    assert fed(second, LOSSES[cut:]) == STAGES[cut:]
+    assert follow(second, LOSSES[cut:]) == whole[cut:]
 
 
 def test_newbob_takes_over_where_a_warm_up_has_ended():
@@ -250,45 +229,21 @@ def test_newbob_takes_over_where_a_warm_up_has_ended():
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"scale": 0},
-        {"scale": float("inf")},
-        {"scale": float("nan")},
-        {"scale": "8"},
-        {"warmup_epochs": 0},
-        {"warmup_epochs": None},
-        {"warmup_epochs": 0.1, "steps_per_epoch": 9},
-        {"warmup_epochs": float("inf")},
-        {"warmup_epochs": float("nan")},
-        {"decay": 0},
-        {"decay": 1.1},
-        {"steps_per_epoch": 0},
-        {"steps_per_epoch": 2.5},
-        {"steps_per_epoch": "9"},
-        {"steps_per_epoch": float("inf")},
-    ],
-)
-def test_wrong_warm_up(wrong):
-    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .*, allowed is .*\\. [A-Z]"):
-        WarmupAnneal(optimizer(0.1), **wrong)
+INF, NAN = float("inf"), float("nan")
+WRONG = [(WarmupAnneal, {name: value}) for name, values in {
+    "scale": (0, INF, NAN, "8"), "warmup_epochs": (0, None, INF, NAN), "decay": (0, 1.1),
+    "steps_per_epoch": (0, 2.5, "9", INF),
+}.items() for value in values] + [(Newbob, {name: value}) for name, values in {
+    "threshold": (-0.1, NAN), "stop": (-0.1, 0.02), "factor": (0, 1),
+}.items() for value in values]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"threshold": -0.1},
-        {"threshold": float("nan")},
-        {"stop": -0.1},
-        {"stop": 0.02},
-        {"factor": 0},
-        {"factor": 1},
-    ],
+    ("kind", "wrong"), [*WRONG, (WarmupAnneal, {"warmup_epochs": 0.1, "steps_per_epoch": 9})]
 )
-def test_wrong_newbob(wrong):
+def test_wrong_arguments(kind, wrong):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = .*, allowed is .*\\. [A-Z]"):
-        Newbob(optimizer(0.1), **wrong)
+        kind(optimizer(0.1), **wrong)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), None])

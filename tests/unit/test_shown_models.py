@@ -16,6 +16,7 @@ from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots
 from tests.elements import DTYPES, PAIRS, decode, draw, encode, raw, wide
+from tests.gathers import Gathers, together
 from tests.shown import CHUNK_NBYTES, Shown, TwoLearners
 
 OUTBOX = OutboxShape(2 * 65536, 65536)
@@ -225,37 +226,13 @@ def test_what_changed_while_it_was_read_is_thrown_away():
 # ---- the memory ------------------------------------------------------------------------------------
 
 
-def gathers_of(*offers):
-    """`gather` of leaders that are all in this process: the n-th call of each returns the values of all."""
-    barrier, values = threading.Barrier(len(offers)), [None] * len(offers)
-
-    def gather_of(me):
-        def gather(value):
-            values[me] = value
-            barrier.wait(60)
-            found = list(values)
-            barrier.wait(60)
-            return found
-
-        return gather
-
-    return [gather_of(me) for me in range(len(offers))]
-
-
 def meet(*memories):
-    found = [None] * len(memories)
-    gathers = gathers_of(*memories)
+    gathers = Gathers(len(memories))
 
     def one(me):
-        shown = memories[me] and memories[me].shown
-        found[me] = Neighbours(OUTBOX, me, gathers[me], shown)
+        return Neighbours(OUTBOX, me, gathers.of(me), memories[me] and memories[me].shown)
 
-    threads = [threading.Thread(target=one, args=(me,)) for me in range(len(memories))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    return together(one, range(len(memories)))
 
 
 def permissions_at(address):

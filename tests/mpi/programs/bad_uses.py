@@ -6,7 +6,6 @@ Ends with one learner per super learner, where no gradient is averaged before st
 import copy
 import functools
 import inspect
-import logging
 import pickle
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner import DEADLINE_S, outcome, retired, same_inside, say
+from learner import DEADLINE_S, heard, outcome, retired, same_inside, say
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -35,6 +34,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def wrap(model: nn.Module, make: Any = sgd, **how: Any) -> Any:
     named = list(model.named_parameters())
     return hvd.DistributedOptimizer(make([p for _, p in named]), named_parameters=named, **how)
+
+
+def with_names(model: Any) -> None:
+    hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model)
 
 
 def linear() -> nn.Module:
@@ -66,34 +69,42 @@ def other_names() -> None:
     hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=named)
 
 
-def other_shapes() -> None:
-    wrap(nn.Linear(3, 2 + (hvd.rank() == 2)))
-
-
-def other_shapes_inside() -> None:
-    wrap(nn.Linear(3, 2 + (hvd.rank() == 1)))
-
-
-def other_dtypes() -> None:
-    wrap(linear().to(torch.float64 if hvd.rank() == 1 else torch.float32))
-
-
-def other_count() -> None:
-    wrap(nn.Linear(3, 2, bias=hvd.rank() != 3))
-
-
 def other_frozen() -> None:
     model = linear()
     model.bias.requires_grad_(hvd.rank() != 3)  # type: ignore[operator, union-attr]
     wrap(model)
 
 
-def other_strategies() -> None:
-    wrap(linear(), averaging=hvd.RandomPairs(seed=hvd.super_rank()))
-
-
-def other_wires() -> None:
-    wrap(linear(), wire_dtype="float16" if hvd.super_rank() else None)
+WRAPPED: dict[str, Any] = {
+    "other_shapes": lambda: wrap(nn.Linear(3, 2 + (hvd.rank() == 2))),
+    "other_shapes_inside": lambda: wrap(nn.Linear(3, 2 + (hvd.rank() == 1))),
+    "other_dtypes": lambda: wrap(linear().to(torch.float64 if hvd.rank() == 1 else torch.float32)),
+    "other_count": lambda: wrap(nn.Linear(3, 2, bias=hvd.rank() != 3)),
+    "other_strategies": lambda: wrap(linear(), averaging=hvd.RandomPairs(seed=hvd.super_rank())),
+    "other_wires": lambda: wrap(linear(), wire_dtype="float16" if hvd.super_rank() else None),
+    "complex_numbers": lambda: wrap(linear().to(torch.complex64)),
+    "complex_numbers_on_one": lambda: wrap(
+        linear().to(torch.complex64 if hvd.rank() == 1 else torch.float32)
+    ),
+    "lbfgs": lambda: wrap(linear(), torch.optim.LBFGS),
+    "lbfgs_on_one": lambda: wrap(linear(), torch.optim.LBFGS if hvd.rank() == 2 else sgd),
+    "part_of_the_learners": lambda: wrap(linear(), process_set=hvd.ProcessSet([0])),
+    "value_on_one": lambda: wrap(linear(), exchanges_per_step=-1 if hvd.rank() == 3 else 1),
+    "a_model_for_names": lambda: with_names(linear()),
+    "modules_for_names": lambda: with_names(nn.Sequential(linear())),
+    "a_list_to_reduce": lambda: hvd.allreduce([1.0, 2.0]),  # type: ignore[arg-type]
+    "average_other_models": lambda: hvd.average_model(nn.Linear(3, 2 + (hvd.rank() == 1))),
+    "number_of_buffers": lambda: wrap(linear(), buffers=3),
+    "no_exchanges": lambda: wrap(linear(), exchanges_per_step=0),
+    "no_staleness": lambda: wrap(linear(), max_staleness=0),
+    "no_wire": lambda: wrap(linear(), wire_dtype="int2"),
+    "wire_alone": lambda: wrap(linear(), wire_dtype="auto"),
+    "no_strategy": lambda: wrap(linear(), averaging="random_pair"),
+    "no_seed": lambda: wrap(linear(), averaging="random_pairs:seed=x"),
+    "copy": lambda: copied(copy.copy),
+    "deepcopy": lambda: copied(copy.deepcopy),
+    "pickle": lambda: copied(pickle.dumps),
+}
 
 
 # Each argument of DistributedOptimizer, as another one is on learner 3.
@@ -138,22 +149,6 @@ def other_sets(both: Any, rest: Any) -> None:
     wrap(linear(), process_set=both if hvd.rank() == 0 else rest)
 
 
-def complex_numbers() -> None:
-    wrap(linear().to(torch.complex64))
-
-
-def complex_numbers_on_one() -> None:
-    wrap(linear().to(torch.complex64 if hvd.rank() == 1 else torch.float32))
-
-
-def lbfgs() -> None:
-    wrap(linear(), torch.optim.LBFGS)
-
-
-def lbfgs_on_one() -> None:
-    wrap(linear(), torch.optim.LBFGS if hvd.rank() == 2 else sgd)
-
-
 def twice() -> None:
     model = linear()
     with retired(wrap(model)) as optimizer:
@@ -166,35 +161,9 @@ def shared_memory() -> None:
     wrap(model)
 
 
-def part_of_the_learners() -> None:
-    wrap(linear(), process_set=hvd.ProcessSet([0]))
-
-
-def value(**how: Any) -> Any:
-    return lambda: wrap(linear(), **how)
-
-
-def a_model_for_names() -> None:
-    model = linear()
-    hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model)  # type: ignore[arg-type]
-
-
-def modules_for_names() -> None:
-    model = nn.Sequential(linear())
-    hvd.DistributedOptimizer(sgd(model.parameters()), named_parameters=model)  # type: ignore[arg-type]
-
-
-def a_list_to_reduce() -> None:
-    hvd.allreduce([1.0, 2.0])  # type: ignore[arg-type]
-
-
 def init_with_other_options() -> None:
     hvd.init(config=Config.from_environment())  # says what is so already
     hvd.init(config=Config(deadline_s=3.5))
-
-
-def value_on_one() -> None:
-    wrap(linear(), exchanges_per_step=-1 if hvd.rank() == 3 else 1)
 
 
 def synchronous_beside_another() -> None:
@@ -223,26 +192,23 @@ def other_moments() -> None:
 # ---- later ---------------------------------------------------------------------------------------
 
 
-def not_finite() -> None:
+def gone_to_nan(case: str, **how: Any) -> None:
     model = linear()
-    with training(model) as optimizer:
+    with training(model, **how) as optimizer:
         if hvd.super_rank() == 0:
             step(model, optimizer, float("nan"))
         for _ in range(10):
             step(model, optimizer)
-        say(case="not_finite", finite=all(torch.isfinite(p).all() for p in model.parameters()) * 1)
+        say(case=case, finite=all(torch.isfinite(p).all() for p in model.parameters()) * 1)
+
+
+def not_finite() -> None:
+    gone_to_nan("not_finite")
 
 
 def not_finite_in_turn() -> None:
     """With small shares steps look at a part of the model each: at all of it within LOOKS."""
-    model = linear()
-    with training(model, exchange_share=1 / 16) as optimizer:
-        if hvd.super_rank() == 0:
-            step(model, optimizer, float("nan"))
-        for _ in range(10):
-            step(model, optimizer)
-        finite = all(torch.isfinite(p).all() for p in model.parameters()) * 1
-        say(case="not_finite_in_turn", finite=finite)
+    gone_to_nan("not_finite_in_turn", exchange_share=1 / 16)
 
 
 def moved() -> None:
@@ -282,20 +248,12 @@ def state_loaded_before_the_step() -> None:
 def some_wrapped_again() -> None:
     """A parameter has one owner: the earlier optimizer is retired, which is logged at once."""
     model = linear()
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("hvd_adpsgd")
-    log.addHandler(handler)
-    try:
-        with training(model) as first:
-            again = sgd([model.weight])
-            for plain in (again, sgd(model.parameters())):
-                hvd.DistributedOptimizer(plain).close()  # type: ignore[attr-defined]
-            say(case="logged at wrapping", logged=logged)
-            first.step()
-    finally:
-        log.removeHandler(handler)
+    with heard() as logged, training(model) as first:
+        again = sgd([model.weight])
+        for plain in (again, sgd(model.parameters())):
+            hvd.DistributedOptimizer(plain).close()  # type: ignore[attr-defined]
+        say(case="logged at wrapping", logged=logged)
+        first.step()
 
 
 def reshaped() -> None:
@@ -396,25 +354,18 @@ def broadcast_after_a_step() -> None:
 
 def started_apart() -> None:
     """Super learners, each with one model of its own; with a broadcast after wrapping none is."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("hvd_adpsgd")
-    log.addHandler(handler)
     found = []
     for broadcasts in (False, True):
         first_models._has_stepped[:] = [False]  # as in a script that begins
         usage._tally.kinds.clear()
         model = linear()
         model.weight.data.add_(hvd.super_rank())  # type: ignore[operator, union-attr]
-        logged.clear()
-        with retired(wrap(model)) as optimizer:
+        with heard() as logged, retired(wrap(model)) as optimizer:
             if broadcasts:
                 hvd.broadcast_parameters(model.state_dict(), 3)
             for _ in range(2):
                 step(model, optimizer)
         found.append(sum("super learners start from different models" in text for text in logged))
-    log.removeHandler(handler)
     say(case="started apart", found=found)
 
 
@@ -662,13 +613,9 @@ def other_group_elsewhere() -> None:
             step(model, optimizer)
 
 
-def copied(how: Any) -> Any:
-    def case() -> None:
-        model = linear()
-        with training(model) as optimizer:
-            how(optimizer)
-
-    return case
+def copied(how: Any) -> None:
+    with training(linear()) as optimizer:
+        how(optimizer)
 
 
 def other_group_inside() -> None:
@@ -676,83 +623,17 @@ def other_group_inside() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + hvd.rank() % 2))]})
 
 
-def average_other_models() -> None:
-    hvd.average_model(nn.Linear(3, 2 + (hvd.rank() == 1)))
-
-
-CASES: dict[str, Any] = {
-    f.__name__: f
-    for f in (
-        clipped_too_early,
-        clipped_too_early_on_one,
-        forgotten_broadcast,
-        disturbed_for_a_gradient,
-        broadcast_after_a_step,
-        started_apart,
-        fewer_steps_on_one,
-        scaled_too_early,
-        stepped_too_early,
-        changed_by_a_hook,
-        adasum_of_a_script,
-        group_with_adasum,
-        clipped_with_adasum,
-        accumulated,
-        accumulated_too_often,
-        replaced,
-        dropped_and_set,
-        synchronized_and_replaced,
-        clipped_while_accumulated,
-        scaled_while_accumulated,
-        frozen_later,
-        plain_one_stepped,
-        other_names,
-        other_shapes,
-        other_shapes_inside,
-        other_dtypes,
-        other_count,
-        other_frozen,
-        other_strategies,
-        other_wires,
-        complex_numbers,
-        complex_numbers_on_one,
-        lbfgs,
-        lbfgs_on_one,
-        twice,
-        shared_memory,
-        part_of_the_learners,
-        value_on_one,
-        a_model_for_names,
-        modules_for_names,
-        a_list_to_reduce,
-        init_with_other_options,
-        synchronous_beside_another,
-        synchronous_beside_another_on_some,
-        other_moments,
-        not_finite,
-        not_finite_in_turn,
-        other_group_inside,
-        ddp_after_wrapping,
-        state_loaded_before_the_step,
-        some_wrapped_again,
-        unfrozen,
-        swapped,
-        average_other_models,
-    )
-} | {
-    "number_of_buffers": value(buffers=3),
-    "no_exchanges": value(exchanges_per_step=0),
-    "no_staleness": value(max_staleness=0),
-    "no_wire": value(wire_dtype="int2"),
-    "wire_alone": value(wire_dtype="auto"),
-    "no_strategy": value(averaging="random_pair"),
-    "no_seed": value(averaging="random_pairs:seed=x"),
-    "copy": copied(copy.copy),
-    "deepcopy": copied(copy.deepcopy),
-    "pickle": copied(pickle.dumps),
+# Those with one learner per super learner, and those after all others or inside another case.
+ALONE = ("moved", "reshaped", "other_group_elsewhere")
+SEPARATE = (*ALONE, "linear", "other_arguments", "closed_on_one")
+CASES = {
+    name: function
+    for name, function in list(globals().items())
+    if inspect.isfunction(function)
+    and function.__module__ == __name__
+    and not inspect.signature(function).parameters
+    and name not in SEPARATE
 }
-
-
-ALONE = {f.__name__: f for f in (moved, reshaped, other_group_elsewhere)}
 
 
 def skip(case: str = "skip", share: float = 1.0, steps: int = 6) -> None:
@@ -799,7 +680,7 @@ def main() -> None:
     before = outcome(lambda: wrap(linear()))
     hvd.init()
     say(case="before_init", **before)
-    for name, case in CASES.items():
+    for name, case in {**CASES, **WRAPPED}.items():
         say(case=name, **outcome(case))
     other_arguments()
     say(case="closed_on_one", **outcome(closed_on_one))
@@ -817,8 +698,8 @@ def main() -> None:
     skip("skip in turn", 1 / 16, 3 * LOOKS)
     hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1))
-    for name, case in ALONE.items():
-        say(case=name, **outcome(case))
+    for name in ALONE:
+        say(case=name, **outcome(globals()[name]))
     hvd.shutdown()
     if backend() == "horovod":
         sets: Any = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]
@@ -829,7 +710,7 @@ def main() -> None:
     other_backend = outcome(lambda: hvd.init(config=inner))
     hvd.init(config=Config(super_learner_size=2, timeline="/nowhere/at/all.json"))
     say(case="inner", **other_backend)
-    say(case="no_timeline", **outcome(value()))
+    say(case="no_timeline", **outcome(lambda: wrap(linear())))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import logging
 import os
 import random
 import time
@@ -69,6 +70,19 @@ def retired(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
         averaging: Any = getattr(optimizer, "_averaging", None)
         if averaging is not None:
             averaging.stop()
+
+
+@contextmanager
+def heard(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What the library logs meanwhile."""
+    lines: list[str] = []
+    handler, log = logging.Handler(level), logging.getLogger("hvd_adpsgd")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 def wait_exchanged(optimizer: Any) -> None:
