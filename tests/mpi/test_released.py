@@ -13,7 +13,7 @@ from tests.launcher import horovod_inside, run_learners
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("programs") / "released.py"
-MODEL_MIB = 4
+MODEL_MIB = 8
 WRAPS = 12  # of programs/released.py
 
 
@@ -33,7 +33,7 @@ def test_dropped_optimizers_give_back_thread_descriptors_and_memory() -> None:
         before, after = facts["before"], facts["after"]
         assert len(after["threads"]) <= len(before["threads"]), facts
         assert after["descriptors"] <= before["descriptors"], facts
-        # Communicators are freed when all learners meet in shutdown(): 1 to 1.5 MiB of each wrap kept.
+        # Communicators are freed when all learners meet in shutdown(): 1 to 2 MiB of each wrap kept.
         # A mirror or a slot that stayed would be a model each.
         assert after["mib"] - before["mib"] < WRAPS * MODEL_MIB / 2, facts
 

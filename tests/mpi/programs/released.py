@@ -58,7 +58,7 @@ def advance(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def wrap_and_drop() -> None:
-    model = torch.nn.Linear(1024, 1024)
+    model = torch.nn.Linear(1024, 2048)  # 8 MiB
     optimizer = wrapped(model)
     for _ in range(2):
         advance(model, optimizer)
