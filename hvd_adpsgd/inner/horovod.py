@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 elif backend() == "torch":
     from hvd_adpsgd.inner.over_torch import *
-    from hvd_adpsgd.inner.over_torch.optimizer import OPTIMIZERS
 else:
     from horovod.common.util import num_rank_is_power_2
     from horovod.torch import *
@@ -24,6 +23,3 @@ else:
         gpu_available,
         handle_average_backwards_compatibility,
     )
-    from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
-
-    OPTIMIZERS = (_DistributedOptimizer, _DistributedAdasumOptimizer)

@@ -94,7 +94,7 @@ class AdpsgdStrategy(ParallelStrategy):
         passes = self.lightning_module.trainer.accumulate_grad_batches  # may change between epochs
         passes = self._options.get("backward_passes_per_step", passes)
         for optimizer in self.optimizers:
-            optimizer._synchronized = False  # GradScaler may have skipped step()
+            optimizer._reducer.is_synchronized = False  # GradScaler may have skipped step()
             if optimizer.backward_passes_per_step != passes:
                 optimizer.set_backward_passes_per_step(passes)
 
@@ -107,14 +107,15 @@ class AdpsgdStrategy(ParallelStrategy):
     def post_backward(self, closure_loss: Any) -> None:
         """In a job of one super learner, average before step(): manual optimization may clip before it."""
         for optimizer in self.optimizers:
-            handles = [handle for handle, _ in optimizer._handles.values() if handle is not None]
-            if handles and len(handles) == len(optimizer._requires_update):
+            if optimizer._reducer.is_submitted:
                 optimizer.synchronize()
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         def averaging_closure() -> Any:
             loss = closure()
-            if not optimizer._synchronized:  # averages the rest before it is unscaled and clipped
+            if (
+                not optimizer._reducer.is_synchronized
+            ):  # averages the rest before it is unscaled and clipped
                 optimizer.synchronize()
             return loss
 

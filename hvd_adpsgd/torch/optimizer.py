@@ -1,19 +1,20 @@
-"""`DistributedOptimizer`: Horovod averages gradients in a super learner, the engine models between them.
+"""`DistributedOptimizer`: gradients are averaged in a super learner, models between super learners.
 
-As in Horovod, the wrapped object gets a class made at run time: its base is the user's class, its
-methods are Horovod's, overridden by those of `_METHODS` below. One step is
+The wrapped object gets a class made at run time: its base is the user's class, with the methods of `_METHODS`
+below. One step is
 
-    gradient all-reduce in the super learner, the user's optimizer, then Averaging.finish_step:
-    apply the corrections of the last exchanges, offer the model to the engine.
+    gradient all-reduce in the super learner (training.reducer), the user's optimizer, and with several
+    super learners Averaging.finish_step: apply the corrections of the last exchanges, offer the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hvd_adpsgd.launch import bootstrap
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.torch.adasum import ADASUM_METHODS
+from hvd_adpsgd.torch.adasum import ADASUM_METHODS, AdasumReducer
 from hvd_adpsgd.torch.collectives import global_process_set
 from hvd_adpsgd.torch.optimizer_arguments import (
     NamedTensors,
@@ -39,32 +40,12 @@ from hvd_adpsgd.torch.optimizer_arguments import (
     require_shareable_moments,
     trained_tensors,
 )
-from hvd_adpsgd.torch.plain_optimizer import (
-    become_plain,
-    is_plain_in_use,
-    pass_on,
-    plain_step,
-    record_parts,
-    say_nothing_to_average,
-)
+from hvd_adpsgd.torch.plain_optimizer import Alone, say_nothing_to_average
 from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import agree, require_same_sets
-from hvd_adpsgd.training.gradients import Gradients
-from hvd_adpsgd.training.inner_averaging import (
-    Reducible,
-    allreduce_grad_async,
-    average_for_step,
-    drop_gradients,
-    drop_hooks,
-    grouped_allreduce_grad_async,
-    introduce,
-    refuse_graphs,
-    require_no_handles,
-    synchronize,
-    watch_computed,
-)
-from hvd_adpsgd.training.optimizer_state import bind, keeping_held, reunite, stand_in
+from hvd_adpsgd.training.inner_averaging import AveragingReducer
+from hvd_adpsgd.training.optimizer_state import bind, keeping_held, made_of, reunite
 from hvd_adpsgd.training.peer_watch import watch_peers
 from hvd_adpsgd.training.presence import (
     drop,
@@ -74,16 +55,11 @@ from hvd_adpsgd.training.presence import (
     stop_dropped,
     stop_unreferenced,
 )
-from hvd_adpsgd.training.timeline import StepRecord
+from hvd_adpsgd.training.reducer import Reducer, remove
 
 __all__ = ["DistributedOptimizer"]
 
 log = logging.getLogger("hvd_adpsgd")
-
-
-# A process set without this learner: Horovod registers no gradient hooks for it. Hooks could not be dropped:
-# DistributedDataParallel holds their autograd nodes.
-_NOBODY: Any = SimpleNamespace(included=lambda: False)
 
 
 @counted("DistributedOptimizer")
@@ -202,41 +178,37 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         require_same_sets(world, "hvd.DistributedOptimizer", its)
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     ranks = inner_process_set(process_set, world)
-    wrapped = horovod.DistributedOptimizer(
-        stand_in(optimizer),
-        named_parameters=named,
-        **inner,
-        process_set=ranks if spec.averages_gradients else _NOBODY,
-    )
-    wrapped.process_set = ranks
-    refuse_graphs(wrapped._grad_accs)
     combines_steps = op == horovod.Adasum and world.inner_size > 1
+    kind: Any = Reducer if world.is_plain else AveragingReducer
+    kind = AdasumReducer if combines_steps else kind
+    reducer = kind(optimizer.param_groups, named, **inner, process_set=ranks)
+    wrapped = made_of(optimizer, _METHODS | (ADASUM_METHODS if combines_steps else {}))
+    wrapped._reducer, wrapped._averaging, wrapped._alone = reducer, None, None
+    wrapped.op, wrapped.process_set, wrapped.sparse_as_dense = op, ranks, sparse_as_dense
+    wrapped.backward_passes_per_step = backward_passes_per_step
+    wrapped.gradient_predivide_factor = gradient_predivide_factor
+    if combines_steps:
+        reducer.step_alone = functools.partial(_step_alone, weakref.ref(wrapped))
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
-        compares = not (spec.averages_gradients or spec.is_sharded)
-        if combines_steps:
-            pass_on(wrapped)
-        else:
-            become_plain(wrapped, type(optimizer), spec.trained, compares)
-            if world.config.timeline is not None:
-                record_parts(wrapped, StepRecord(world))
-        bind(optimizer, wrapped, functools.partial(is_plain_in_use, weakref.ref(world)))
-        return wrapped
-    _become_averaging(wrapped, type(optimizer), ADASUM_METHODS if combines_steps else {})
-    mine = wrapped._averaging = Averaging(world, spec, new_number(world))
-    register(mine)
-    mine.optimizer = weakref.ref(wrapped)
-    if combines_steps:  # parameters hold differences until step()
-        mine.first_models.skip()
+        wrapped._alone = Alone(world, spec)
+        if not (spec.averages_gradients or spec.is_sharded):
+            wrapped.register_step_pre_hook(wrapped._alone.compare)
+        bind(optimizer, wrapped, lambda its: its._alone.is_in_use)
     else:
-        watch_computed(wrapped, wrapped._grad_accs)
-    if world.inner_size > 1:
-        watch_peers(mine.super_learner)
-    if mine.rule.in_update:
-        _hook_first(wrapped, mine)
-    mine.at_stop.append(functools.partial(drop_hooks, weakref.proxy(wrapped)))
-    weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops averaging at exit
-    bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
+        mine = wrapped._averaging = reducer.averaging = Averaging(world, spec, new_number(world))
+        register(mine)
+        mine.optimizer = weakref.ref(wrapped)
+        if combines_steps:  # parameters hold differences until step()
+            mine.first_models.skip()
+        if world.inner_size > 1:
+            watch_peers(mine.super_learner)
+        if mine.rule.in_update:
+            _hook_first(wrapped, mine)
+        mine.at_stop.append(functools.partial(remove, reducer.hooks))
+        weakref.finalize(wrapped, drop, mine).atexit = False  # shutdown() stops averaging at exit
+        bind(optimizer, wrapped, lambda its: not its._averaging.stopped)
+    reducer.start(spec.averages_gradients)
     return wrapped
 
 
@@ -289,28 +261,13 @@ def _say_retired(averaging: Averaging, ids: set[int]) -> None:
 # ---- the class made at run time ------------------------------------------------------------
 
 
-def _become_averaging(
-    wrapped: Any, parent: type[torch.optim.Optimizer], more: dict[str, Any]
-) -> None:
-    """Give the instance that Horovod made a class with Horovod's methods, overridden by _METHODS and `more`.
-
-    Horovod's methods call super(self.__class__, self), so the class must derive from the user's class
-    directly: a subclass of Horovod's class would recurse without end. The methods of `_METHODS` call
-    `_parent`, the user's class, so that a script may derive from the class made here, and call its methods on
-    another object.
-    """
-    horovods = type(wrapped)
-    namespace = {k: v for k, v in vars(horovods).items() if k not in ("__dict__", "__weakref__")}
-    namespace.update(_METHODS | more)
-    namespace["_horovod"] = horovods
-    namespace["_parent"] = parent
-    wrapped.__class__ = type(parent.__name__, (parent,), namespace)
-    wrapped._compression = Reducible(wrapped._compression)
-    wrapped._gradients = Gradients()
+def _step_alone(optimizer: Callable[[], Any]) -> None:
+    wrapped = optimizer()
+    wrapped._parent.step(wrapped)
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Average gradients in the super learner, step, add corrections from exchanges, offer the model to peers.
+    """Average gradients in the super learner, step; add corrections from exchanges, offer the model to peers.
 
     With a closure, gradients are averaged after each of its evaluations. The user's step hooks run
     once, around the optimizer's own step.
@@ -318,9 +275,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     stop_dropped()
     averaging = self._averaging
     reunite(self)
+    if averaging is None:
+        return self._alone.step(self, closure)
     with averaging.stepping(self.param_groups):
         if closure is None:
-            average_for_step(self)
+            self._reducer.before_step()
             if not averaging.before_optimizer():
                 averaging.finish_step()
                 return None
@@ -344,7 +303,7 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            average_for_step(self)
+            self._reducer.before_step()
             averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
         averaging.before_update()
         return loss
@@ -352,11 +311,25 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
     return evaluate
 
 
+def _synchronize(self: Any) -> None:
+    """Average gradients now, before they are clipped, for instance."""
+    with contextlib.nullcontext() if self._alone is None else self._alone.part("inner_allreduce"):
+        self._reducer.synchronize()
+
+
+def _skip_synchronize(self: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which step() averages no gradients, after synchronize()."""
+    return self._reducer.skip_synchronize()
+
+
+def _set_backward_passes_per_step(self: Any, passes: int) -> None:
+    """Add up the gradients of this number of backward passes from now on."""
+    self.backward_passes_per_step = passes
+    self._reducer.set_passes(passes)
+
+
 def _zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-    if self._handles:
-        self._averaging.super_learner.require_whole()
-    require_no_handles(self)
-    self._gradients.release()
+    self._reducer.before_zero_grad()
     self._parent.zero_grad(self, *args, **kwargs)
 
 
@@ -372,7 +345,11 @@ def _require_extensible(self: Any) -> None:
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     """Train and average one more param_group from the next step on; all learners add groups in one order."""
-    self._require_extensible()
+    if self._averaging is None:
+        self._parent.add_param_group(self, param_group)
+        _average_replaced(self)
+        return
+    _require_extensible(self)
     require_same_kind(self._averaging.world, self._averaging.spec, param_group)
     require_shareable_moments(self._averaging.spec, self, [param_group], "add_param_group")
     self._parent.add_param_group(self, param_group)
@@ -383,30 +360,32 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
 def _average_added(self: Any, prefix: str, parameters: list[torch.Tensor]) -> None:
     """Train and average further parameters, which the optimizer has now; their names begin with `prefix`."""
     names = {p: f"{prefix}.{j}" for j, p in enumerate(parameters)}
-    added = self._averaging.rule.extend(trained_tensors(names, [{"params": parameters}]))
-    self._averaging.tensors.add(added)
-    is_averaged = self._averaging.world.inner_size > 1 and self._averaging.spec.averages_gradients
-    introduce(self, names, is_averaged)
+    if self._averaging is not None:
+        added = self._averaging.rule.extend(trained_tensors(names, [{"params": parameters}]))
+        self._averaging.tensors.add(added)
+    self._reducer.extend(names)
 
 
 def _average_replaced(self: Any) -> None:
-    """Average the parameters in param_groups that a script has set in place of the optimizer's."""
-    known = self._averaging.tensors.trained
+    """Average the parameters in param_groups that a script has set in place of the optimizer's, or added."""
+    averaging = self._averaging
+    known = set(map(id, self._reducer.trained)) if averaging is None else averaging.tensors.trained
     for group in self.param_groups:
         parameters = [p for p in group["params"] if p.requires_grad and id(p) not in known]
-        if parameters:
-            self._require_extensible()
+        if parameters and averaging is not None:
+            _require_extensible(self)
             new = {**group, "params": parameters}
-            require_same_kind(self._averaging.world, self._averaging.spec, new)
-            require_shareable_moments(self._averaging.spec, self, [new], "param_groups")
+            require_same_kind(averaging.world, averaging.spec, new)
+            require_shareable_moments(averaging.spec, self, [new], "param_groups")
+        if parameters:
             # a group of this number may have been added before
-            _average_added(self, f"allreduce.replaced.{len(known)}", parameters)
+            _average_added(self, f"allreduce.replaced.{len(self._reducer.names)}", parameters)
 
 
 def _state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the optimizer's own state and, under "averaging", the state of the strategy."""
     state: dict[str, Any] = self._parent.state_dict(self, *args, **kwargs)
-    mine = checkpoint.state(self._averaging)
+    mine = self._averaging and checkpoint.state(self._averaging)
     return {**state, "averaging": mine} if mine else state
 
 
@@ -415,24 +394,31 @@ def _load_state_dict(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs
 
     Frameworks that fine-tune replace `param_groups` before they load: parameters that are new are averaged.
     """
-    groups = state_dict.get("param_groups", [])
-    require_shareable_moments(self._averaging.spec, self, groups, "load_state_dict")
-    self._drop_gradients()
-    self._gradients.forget()
+    averaging = self._averaging
+    if averaging is not None:
+        groups = state_dict.get("param_groups", [])
+        require_shareable_moments(averaging.spec, self, groups, "load_state_dict")
+    self._reducer.drop()
     reunite(self)
     _average_replaced(self)
     own = {key: value for key, value in state_dict.items() if key != "averaging"}
     with keeping_held(self):
         self._parent.load_state_dict(self, own, *args, **kwargs)
-    checkpoint.load_state(self._averaging, state_dict.get("averaging"))
+    if averaging is not None:
+        checkpoint.load_state(averaging, state_dict.get("averaging"))
 
 
 def _close(self: Any) -> None:
     """Free the engine, its thread and its memory now; later calls of step() raise. Idempotent.
 
-    An exchange that runs at that moment may count on one side only: the mean of all models stays exact if all
-    learners call this inside `with hvd.averaging_paused():`.
+    In a job of one super learner, only stop averaging gradients. An exchange that runs at that moment may
+    count on one side only: the mean of all models stays exact if all learners call this inside
+    `with hvd.averaging_paused():`.
     """
+    if self._averaging is None:
+        self._alone.is_closed = True
+        self._reducer.close()
+        return
     self._averaging.super_learner.mates.closes()
     self._averaging.stop("optimizer.close() was called")
 
@@ -445,20 +431,18 @@ def _refuse_copy(self: Any, *args: Any) -> Any:
 
 
 # marks step() as wrapped, so that torch does not wrap it again, which would run the step hooks twice
-_step.hooked = plain_step.hooked = True  # type: ignore[attr-defined]
+_step.hooked = True  # type: ignore[attr-defined]
 
 _METHODS = {
     "step": _step,
-    "synchronize": synchronize,
+    "synchronize": _synchronize,
+    "skip_synchronize": _skip_synchronize,
+    "set_backward_passes_per_step": _set_backward_passes_per_step,
     "zero_grad": _zero_grad,
     "add_param_group": _add_param_group,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
     "close": _close,
-    "_allreduce_grad_async": allreduce_grad_async,
-    "_grouped_allreduce_grad_async": grouped_allreduce_grad_async,
-    "_require_extensible": _require_extensible,
-    "_drop_gradients": drop_gradients,
     "__deepcopy__": _refuse_copy,
     "__copy__": _refuse_copy,
     "__reduce_ex__": _refuse_copy,

@@ -9,10 +9,8 @@ old references would have no effect any more. So loading here writes the values 
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,35 +18,26 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.errors import UnsupportedOptimizerError
-from hvd_adpsgd.inner.horovod import OPTIMIZERS
 
 __all__ = [
     "bind",
     "keeping_held",
     "load_in_place",
+    "made_of",
     "options",
     "require_shareable",
     "reunite",
     "set_options",
-    "stand_in",
     "writing_in_place",
 ]
 
 log = logging.getLogger("hvd_adpsgd")
 
-# Names of the attributes that Horovod's constructor sets on the wrapped optimizer.
-_HOROVODS = {
-    each.argval
-    for kind in OPTIMIZERS
-    for each in dis.get_instructions(kind.__init__)
-    if each.opname == "STORE_ATTR"
-}
-_METHODS = {k for k, v in vars(OPTIMIZERS[0]).items() if isinstance(v, types.FunctionType)}
-_METHODS |= {
-    "add_param_group",
-    "close",
-    "state_dict",
-}  # methods that this library adds to wrapped optimizers
+# attributes and methods of wrapped optimizers; the first ones are Horovod's
+_ATTRIBUTES = {"backward_passes_per_step", "gradient_predivide_factor", "op", "process_set"}
+_ATTRIBUTES |= {"sparse_as_dense", "_alone", "_averaging", "_reducer"}
+_METHODS = {"step", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"}
+_METHODS |= {"add_param_group", "close", "load_state_dict", "state_dict"}
 # attributes of a step() that a scheduler has put on the optimizer, in this and in older torch
 _COUNTS = ("_wrapped_by_lr_sched", "_with_counter")
 
@@ -63,10 +52,10 @@ def require_shareable(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer).__name__
     for name, value in vars(optimizer).items():
-        if name in _HOROVODS or name == "_averaging":
+        if name in _ATTRIBUTES:
             raise UnsupportedOptimizerError(
-                f"this {kind} has an attribute {name!r}, which Horovod's wrapper uses itself. Rename it in "
-                "the optimizer's class."
+                f"this {kind} has an attribute {name!r}, which the wrapper uses itself. Rename it in the "
+                "optimizer's class."
             )
         if name in _METHODS and not any(hasattr(value, mark) for mark in _COUNTS):
             raise UnsupportedOptimizerError(
@@ -76,26 +65,20 @@ def require_shareable(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def stand_in(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an object for Horovod to wrap, whose class makes objects with the attributes of `optimizer`.
+def made_of(optimizer: torch.optim.Optimizer, methods: dict[str, Any]) -> Any:
+    """Return an object that shares the optimizer's attributes, of a class derived from the optimizer's.
 
-    Horovod calls the constructor of the optimizer's class with param_groups alone; a constructor may need
-    more arguments, and makes a new state. The constructor of this class shares `optimizer`'s attributes
-    instead.
+    The class has these methods, and the optimizer's class as `_parent`: the methods call that, not super(),
+    so that a script may derive from the class made here. No constructor is called: it may need arguments, and
+    makes a new state.
     """
     parent = type(optimizer)
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         # sets torch's attributes if a wrapper class has not called torch's constructor
         optimizer.__setstate__({})
-    # weak, because the class below is freed late, and would keep the optimizer's tensors alive
-    plain = weakref.ref(optimizer)
-
-    def share(self: Any, params: Any) -> None:
-        self.__dict__.update({k: v for k, v in vars(plain()).items() if k not in _METHODS})
-
-    kind: Any = type(parent.__name__, (parent,), {"__init__": share})
+    kind: Any = type(parent.__name__, (parent,), {**methods, "_parent": parent})
     made = kind.__new__(kind)
-    share(made, None)
+    made.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in _METHODS})
     return made
 
 
@@ -118,7 +101,7 @@ def bind(optimizer: torch.optim.Optimizer, wrapped: Any, runs: Callable[[Any], b
 
     Args:
         optimizer: the plain optimizer, which shares its hooks with `wrapped`.
-        wrapped: the optimizer that Horovod has made of the stand-in.
+        wrapped: the object that `made_of` has made of it.
         runs: tells whether the wrapped optimizer is still in use; if not, the plain one may step.
     """
     for hook in _bound.pop(optimizer, ()):

@@ -55,8 +55,8 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
             "search, which the learners would leave at different points. Use SGD, Adam or another "
             "first-order optimizer."
         )
-    # an attribute of every optimizer that Horovod has wrapped
-    if hasattr(optimizer, "_allreduce_delay"):
+    # by this library, or by Horovod
+    if hasattr(optimizer, "_reducer") or hasattr(optimizer, "_allreduce_delay"):
         raise UnsupportedOptimizerError(
             f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "
             "to hvd.DistributedOptimizer, once."

@@ -86,7 +86,7 @@ def test_gradients_before_a_load_are_dropped(place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_wrapping_would_lose_is_refused_by_name(place: str) -> None:
-    for case, words in (("patched", "step() of its own"), ("taken", "attribute '_handles'")):
+    for case, words in (("patched", "step() of its own"), ("taken", "attribute '_alone'")):
         for facts in said(f"{place}/{case}"):
             assert facts["error"] == "UnsupportedOptimizerError"
             assert words in facts["text"]

@@ -211,19 +211,6 @@ def test_without_horovod() -> None:
         assert result.stderr.count("Horovod is not installed") == told, result.report()
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("launcher", ["torchrun", "gloo", "horovodrun"])
-def test_other_launchers(launcher: str) -> None:
-    result = run_learners(
-        4,
-        PROGRAMS / "same_inside.py",
-        args=["SGD"],
-        env={**INNER, SIZE: "2"},
-        launcher=launcher,
-    ).checked()
-    require_trained(by_case(result)["SGD"], 4)
-
-
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.extended), 1])
 def test_no_operation_waits_for_a_learner_that_has_ended(victim: int, tmp_path: Path) -> None:
     """Of four, killed in the middle of operations: Gloo tells its neighbours in the ring only.
@@ -275,60 +262,6 @@ def test_one_learner_with_another_backend_is_an_error_on_all() -> None:
     for facts in run_learners(2, program).by_rank():
         assert "HVD_ADPSGD_INNER differs between learners" in facts["error"]
         assert "horovod on learner 0, torch on learner 1" in facts["error"]
-
-
-@pytest.mark.extended
-def test_a_ddp_model_kept_over_a_second_init() -> None:
-    """Its group has ended. Refused before and after the next one is made; what the error names works."""
-    program = """
-        import torch
-        import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.errors import ModelMismatchError
-        from torch.nn.parallel import DistributedDataParallel
-        def wrap():
-            return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        def refused():
-            try:
-                wrap()
-            except ModelMismatchError as error:
-                return str(error)
-        hvd.init()
-        model = torch.nn.Linear(2, 1)
-        ddp = DistributedDataParallel(model, process_group=hvd.super_learner_group())
-        hvd.shutdown()
-        hvd.init()
-        first, group = refused(), hvd.super_learner_group()
-        second = refused()
-        ddp = DistributedDataParallel(ddp.module, process_group=group)
-        optimizer = wrap()
-        ddp(torch.full((1, 2), 1.0 + hvd.rank())).sum().backward()
-        optimizer.step()
-        say(rank=hvd.rank(), first=first, second=second, gradient=model.weight.grad.tolist())
-    """
-    env = {**INNER, SIZE: "2"}
-    for facts in run_learners(2, program, env=env, launcher="torchrun").checked().by_rank():
-        assert "whose process group has ended" in facts["first"] == facts["second"], facts
-        assert facts["gradient"] == [[1.5, 1.5]]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("inner", ["horovod", "torch"])
-def test_a_script_sets_the_backend_before_the_import(inner: str) -> None:
-    """The cure that the error of another Config.inner names."""
-    program = f"""
-        import os
-        os.environ["HVD_ADPSGD_INNER"] = {inner!r}
-        import torch
-        import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.config import Config
-        from hvd_adpsgd.inner import horovod
-        hvd.init(config=Config(inner={inner!r}))
-        say(rank=hvd.rank(), sum=hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist(),
-            backend=horovod.allreduce.__module__)
-    """
-    for facts in run_learners(2, program, launcher="torchrun").checked().by_rank():
-        assert facts["sum"] == [2.0, 2.0]
-        assert ("over_torch" in facts["backend"]) == (inner == "torch"), facts
 
 
 EARLY = ("has ended its training after 3 steps", "super learner leaves", "hvd.join()")

@@ -281,7 +281,6 @@ REFUSED = {  # error | words of its text
     "stepped_too_early": "GradientOrderError | skip_synchronize() | its own",
     "changed_by_a_hook": "GradientOrderError | 'weight' | a hook | inside backward()",
     "adasum_of_a_script": "ConfigError | op=Adasum | leave op out",
-    "group_with_adasum": "UnsupportedOptimizerError | op=Adasum | all groups",
     "clipped_with_adasum": "GradientOrderError | op=Adasum | without effect | hook",
     "accumulated": "GradientOrderError | more than backward_passes_per_step=1 | zero_grad()",
     "accumulated_too_often": "GradientOrderError | backward_passes_per_step=2",
@@ -373,7 +372,7 @@ def refused() -> dict[str, list[Facts]]:
 
 HOROVODS = {
     name: pytest.param(name, marks=needs_horovod_inside(name))
-    for name in ("other_sets", "group_with_adasum", "clipped_with_adasum")
+    for name in ("other_sets", "clipped_with_adasum")
 }
 
 

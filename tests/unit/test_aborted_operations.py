@@ -66,9 +66,9 @@ def made():
     return world, nccl
 
 
-def optimizer_on_gpu() -> Any:
+def groups_on_gpu() -> Any:
     parameter = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    return SimpleNamespace(param_groups=[{"params": [parameter]}])
+    return [{"params": [parameter]}]
 
 
 def waits_for(monkeypatch: pytest.MonkeyPatch, query) -> None:
@@ -81,7 +81,7 @@ def test_a_step_waits_until_the_gpu_has_averaged(made, monkeypatch):
     world, nccl = made
     answers = iter([False, False, True])
     waits_for(monkeypatch, lambda: next(answers))
-    inner_averaging._await_devices(optimizer_on_gpu(), Inner(world, None))
+    inner_averaging._await_devices(groups_on_gpu(), Inner(world, None))
     assert not list(answers) and not nccl.over.is_set()
 
 
@@ -89,7 +89,7 @@ def test_a_step_whose_operation_waits_for_a_failed_mate_raises_and_ends_it(made,
     world, nccl = made
     waits_for(monkeypatch, nccl.over.is_set)
     with pytest.raises(HorovodInternalError):
-        inner_averaging._await_devices(optimizer_on_gpu(), Inner(world, 3))
+        inner_averaging._await_devices(groups_on_gpu(), Inner(world, 3))
     assert nccl.over.wait(30)
 
 
@@ -99,7 +99,7 @@ def test_the_result_of_an_aborted_operation_is_not_used(made, monkeypatch):
     grown = dataclasses.replace(world, size=3)
     waits_for(monkeypatch, lambda: torch_group.abort_group(world) or nccl.over.wait(30))
     with pytest.raises(HorovodInternalError):
-        inner_averaging._await_devices(optimizer_on_gpu(), Inner(grown, None))
+        inner_averaging._await_devices(groups_on_gpu(), Inner(grown, None))
     assert torch_group.has_aborted(grown)
 
 

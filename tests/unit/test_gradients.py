@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adpsgd.errors import GradientOrderError
 from hvd_adpsgd.training.gradients import Gradients, Replacements
-from hvd_adpsgd.training.inner_averaging import Reducible, refuse_graphs
 from hvd_adpsgd.training.mates import _COLUMNS, Mates
+from hvd_adpsgd.training.reducer import Reducible
 
 
 def trained(n: int = 3) -> list[torch.nn.Parameter]:
@@ -332,15 +331,3 @@ def test_what_horovod_writes_is_no_change_by_the_script(dtype: torch.dtype) -> N
     assert gradients.changed() == []
     p.grad.set_(reducible.decompress(sent, context))  # as Horovod's synchronize()
     assert (p.grad == 3.0).all()
-
-
-def test_a_gradient_with_a_graph_is_refused_with_its_cure() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    refuse_graphs([node])
-    loss = weight.square().sum()
-    with pytest.raises(GradientOrderError, match=r"torch\.autograd\.grad"):
-        loss.backward(create_graph=True)
-    (its,) = torch.autograd.grad(loss, [weight], create_graph=True)
-    (loss + its.square().sum()).backward()
-    assert weight.grad is not None and weight.grad.tolist() == [10.0] * 3

@@ -90,7 +90,7 @@ def test_gradients_that_ddp_has_left_out_are_told_with_its_cure() -> None:
         (sgd(plain), "average_grad"),
     ):
         with pytest.raises(GradientOrderError, match=cure):
-            refuse_different(optimizer, 7, 0)
+            refuse_different(optimizer.param_groups, 7, 0)
 
 
 @pytest.mark.usefixtures("process_group")

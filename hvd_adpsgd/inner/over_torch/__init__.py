@@ -4,7 +4,7 @@
     link          messages between learners
     negotiation   two threads: one agrees with the others, one runs operations
     transfers     operations in torch's process groups
-    operations, functions, optimizer, ...   the interface
+    operations, functions, ...     the interface
 
 Learners announce operations by name and in any order, as in Horovod: autograd does not compute gradients in
 the same order everywhere, torch.distributed needs the same order everywhere.
@@ -25,7 +25,6 @@ from hvd_adpsgd.inner.over_torch.names import *
 from hvd_adpsgd.inner.over_torch.names import __all__ as _names
 from hvd_adpsgd.inner.over_torch.operations import *
 from hvd_adpsgd.inner.over_torch.operations import __all__ as _operations
-from hvd_adpsgd.inner.over_torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.inner.over_torch.refused import (
     add_process_set,
     remove_process_set,
@@ -41,7 +40,6 @@ __all__ = [
     *_names,
     *_operations,
     "Compression",
-    "DistributedOptimizer",
     "SyncBatchNorm",
     "World",
     "add_process_set",

@@ -417,24 +417,19 @@ def stepped_too_early() -> None:
 
 
 def changed_by_a_hook() -> None:
-    """That runs after Horovod's."""
+    """That is registered after those of the optimizer."""
     model = linear()
     with retired(wrap(model)) as optimizer:
 
         def late(*_: Any) -> None:
             model.weight.grad.mul_(0.5)  # type: ignore[operator, union-attr]
 
-        optimizer._grad_accs[0].register_hook(late)
+        model.weight.register_post_accumulate_grad_hook(late)
         backward(model, optimizer)
 
 
 def adasum_of_a_script() -> None:
     wrap(linear(), op=hvd.Adasum, average_gradients=False)
-
-
-def group_with_adasum() -> None:
-    with retired(wrap(linear(), op=hvd.Adasum)) as optimizer:
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 def clipped_with_adasum() -> None:

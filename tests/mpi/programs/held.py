@@ -202,7 +202,7 @@ def refused(where: str) -> None:
 
     def taken() -> None:
         plain = sgd()
-        plain._handles = {}
+        plain._alone = None
         wrap(plain)
 
     say(case=f"{where}/patched", **outcome(patched))

@@ -124,7 +124,7 @@ def train(average_gradients: bool | None, ddp: bool, **how: Any) -> dict[str, An
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(plain, average_gradients=average_gradients, **how)
     data = torch.Generator().manual_seed(hvd.rank())
-    hooks = len(optimizer._grad_accs)  # type: ignore[attr-defined]
+    hooks = len(optimizer._reducer.hooks)  # type: ignore[attr-defined]
     same, before = [], [p.detach().clone() for p in model.parameters()]
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -36,7 +36,7 @@ def with_ddp(group: Any) -> dict[str, Any]:
         ddp(torch.randn(8, 5, generator=data, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
         same.append(same_inside(model.parameters()))
-    hooks = len(optimizer._grad_accs)
+    hooks = len(optimizer._reducer.hooks)
     optimizer.close()
     return {"same": all(same), "hooks": hooks, "start": apart}
 
