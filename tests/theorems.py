@@ -75,6 +75,28 @@ def complete_event_contraction(n: int, weight: float = 0.5) -> float:
     return 1 - 4 * weight * (1 - weight) / (n - 1)
 
 
+# ---- asking the fastest of three peers
+
+
+def asking(seconds: np.ndarray, prefer: float, candidates: int = 3) -> np.ndarray:
+    """Probability q_ij with which i asks j next, if prefer_fast = p and an exchange takes c_ij seconds.
+
+    With probability p the fastest of d = `candidates` peers is asked, which are drawn independently and
+    uniformly; of equally fast ones the first. With probability 1 - p it is the first. So, over the k = n - 1
+    peers of i, with G_ij = #{m: c_im > c_ij} and E_ij = #{m: c_im >= c_ij},
+
+        q_ij = (1 - p) / k + p / k sum over t < d of (G_ij / k)^t (E_ij / k)^(d - 1 - t)  >=  (1 - p) / k.
+    """
+    n = len(seconds)
+    q = np.zeros((n, n))
+    for i, j in itertools.permutations(range(n), 2):
+        others = np.delete(seconds[i], i)
+        above, least = np.mean(others > seconds[i, j]), np.mean(others >= seconds[i, j])
+        wins = sum(above**t * least ** (candidates - 1 - t) for t in range(candidates))
+        q[i, j] = (1 - prefer + prefer * wins) / (n - 1)
+    return q
+
+
 # ---- stationary disagreement under X <- T X - a N, N of variance s^2: a^2 s^2 kappa per entry
 
 

@@ -14,7 +14,7 @@ from hvd_adpsgd_lab.simulation.planner import Cluster, allreduce_s, job_of, plan
 from hvd_adpsgd_lab.simulation.scenario import Scenario, run
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.theory import partners
+from tests.theorems import asking
 
 MEGABIT = 1e6 / 8
 # An exchange of the whole model takes four steps on a fast link, forty on a slow one.
@@ -61,7 +61,7 @@ def test_slow_links_are_used_as_rarely_as_in_theory_and_still_used() -> None:
     fast, slow = 1.0, cluster.slow_links_factor
     seconds = np.where(cluster.slowness > 1, slow, fast)
     for prefer in (0.0, 0.5, 0.9):
-        expected = partners.asking(seconds, prefer)
+        expected = asking(seconds, prefer)
         found = share_of_slow(replace(cluster, prefer=prefer))
         assert found == pytest.approx(expected[cluster.slowness > 1].sum() / 16, abs=0.03)
         assert found > 0

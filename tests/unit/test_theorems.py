@@ -124,6 +124,33 @@ def test_event_contraction_of_a_cut_graph_is_one():
     assert theorems.event_contraction(4, [(0, 1), (2, 3)]) == pytest.approx(1)
 
 
+# ---- asking the fastest of three peers
+
+
+def drawn_seconds(n, seed):
+    """Symmetric seconds of exchanges, some of them equal."""
+    seconds = np.random.default_rng(seed).choice([1.0, 2.0, 10.0], size=(n, n))
+    return np.minimum(seconds, seconds.T)
+
+
+@given(st.integers(2, 9), WEIGHTS, st.integers(0, 10**6))
+def test_each_row_is_a_distribution_with_a_floor(n, prefer, seed):
+    asked = theorems.asking(drawn_seconds(n, seed), prefer)
+    np.testing.assert_allclose(asked.sum(axis=1), 1.0)
+    assert not asked.diagonal().any()
+    assert asked[~np.eye(n, dtype=bool)].min() >= (1 - prefer) / (n - 1) - 1e-12
+
+
+def test_frequencies_of_draws():
+    seconds, prefer, n, draws = drawn_seconds(6, 3), 0.8, 6, 200_000
+    random = np.random.default_rng(5)
+    rows = random.choice(np.arange(1, n), (draws, 3))
+    fastest = rows[np.arange(draws), np.argmin(seconds[0][rows], axis=1)]  # the first of equal ones
+    chosen = np.where(random.random(draws) < prefer, fastest, rows[:, 0])
+    counts = np.bincount(chosen, minlength=n) / draws
+    np.testing.assert_allclose(counts, theorems.asking(seconds, prefer)[0], atol=0.01)
+
+
 # ---- stationary disagreement
 
 
