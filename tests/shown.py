@@ -14,10 +14,10 @@ CHUNK_NBYTES = 4096
 class Shown:
     """A super learner of one learner whose model peers may read."""
 
-    def __init__(self, values, dtype="float32", inner=None, later=0):
+    def __init__(self, values, dtype="float32", inner=None, later=0, chunk_nbytes=CHUNK_NBYTES):
         self.dtype = dtype
         self.model = encode(np.asarray(values), dtype)
-        self.memory = ShardMemory(CHUNK_NBYTES, inner, True, True)
+        self.memory = ShardMemory(chunk_nbytes, inner, True, True)
         self.memory.extend([TensorSpec("model", self.model.shape, dtype)])
         self.addresses = [self.model.ctypes.data]
         if later:

@@ -7,40 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.shard_memory import ShardMemory
-from tests.elements import decode, encode, raw, wide
+from tests.elements import decode, encode
+from tests.shown import Shown
 
-CHUNK_NBYTES = 65536
 BITS = (8, 4)
 REFRESH = 16  # of store.pxd: one of so many offers has 16 bits
 
 
-class Side:
+def side(values: np.ndarray, dtype: str = "float32") -> Shown:
     """A super learner of one learner, whose model has one chunk."""
-
-    def __init__(self, values: np.ndarray, dtype: str = "float32"):
-        self.dtype = dtype
-        self.model = encode(np.asarray(values), dtype)
-        self.memory = ShardMemory(CHUNK_NBYTES, None, True)
-        self.memory.extend([TensorSpec("model", self.model.shape, dtype)])
-        self.step = 0
-        self.apply()
-
-    def apply(self) -> None:
-        """Add pending corrections to the model, and offer it."""
-        self.memory.publish()
-        self.memory.absorb(np.array([self.model.ctypes.data], np.uintp), self.step)
-        self.step += 1
-
-    def state(self) -> np.ndarray:
-        """The model with all that is owed to it."""
-        part = np.zeros(len(self.model), wide(self.dtype))
-        assert self.memory.store.share(0, raw(part))
-        return part.astype(np.float64)
+    return Shown(values, dtype, chunk_nbytes=65536)
 
 
-def exchange(a: Side, b: Side, bits: int, weight: float = 0.5) -> tuple[int, float]:
+def exchange(a: Shown, b: Shown, bits: int, weight: float = 0.5) -> tuple[int, float]:
     """`a` offers its chunk, `b` answers. Returns the bytes each way, 0 if nothing was merged; the square."""
     offer, answer = (np.zeros(8 * len(a.model) + 64, np.uint8) for _ in range(2))
     nbytes = a.memory.store.offer(0, bits, offer)
@@ -53,10 +32,15 @@ def exchange(a: Side, b: Side, bits: int, weight: float = 0.5) -> tuple[int, flo
     return answered, square
 
 
-def pair(n: int, dtype: str, distance: float, seed: int = 0) -> tuple[Side, Side]:
+def in_turn(a: Shown, b: Shown, bits: int, times: int) -> None:
+    for i in range(times):
+        exchange(*((a, b) if i % 2 else (b, a)), bits)
+
+
+def pair(n: int, dtype: str, distance: float, seed: int = 0) -> tuple[Shown, Shown]:
     rng = np.random.default_rng(seed)
     common = rng.standard_normal(n)
-    return tuple(Side(common + distance * rng.standard_normal(n), dtype) for _ in range(2))  # type: ignore[return-value]
+    return tuple(side(common + distance * rng.standard_normal(n), dtype) for _ in range(2))  # type: ignore[return-value]
 
 
 def rms(x: np.ndarray) -> float:
@@ -200,7 +184,7 @@ LARGEST = {"float32": 3e38, "float64": 1e308}
 SMALLEST = {"float32": 1e-41, "float64": 1e-319}  # of 13 bits, both
 
 
-def halves(side: Side) -> np.ndarray:
+def halves(side: Shown) -> np.ndarray:
     """Half of the model, with all corrections."""
     side.apply()
     return side.model.astype(np.float64) / 2
@@ -226,7 +210,7 @@ def test_models_of_any_distance_and_size_meet(
     if v is None:
         u, v = (scale * one_step_of_adam(rng, n) for _ in "uv")
     for first, second in ((u, v), (v, u)):
-        a, b = Side(first, dtype), Side(second, dtype)
+        a, b = side(first, dtype), side(second, dtype)
         mean, largest = halves(a) + halves(b), np.abs(u).max()
         rounding = max(1e-6 * largest, 16 * SMALLEST[dtype] / 2**13)
         assert exchange(a, b, bits)[0], "not finite"
@@ -244,7 +228,7 @@ def test_the_sum_is_kept_to_the_last_bit(bits: int, dtype: str) -> None:
     rng = np.random.default_rng(7)
     u, v = rng.integers(-1023, 1024, (2, 300)) / 1024
     for other in (v, -u):
-        a, b = Side(u, dtype), Side(other, dtype)
+        a, b = side(u, dtype), side(other, dtype)
         for i in range(2 * REFRESH):
             assert exchange(*((a, b) if i % 2 else (b, a)), bits)[0]
             if i % 3 == 0:
@@ -280,7 +264,7 @@ def test_a_garbled_message_merges_nothing_infinite(bits: int, dtype: str, step: 
 def test_equal_models_stay_as_they_are() -> None:
     values = np.random.default_rng(0).standard_normal(700)
     for bits in BITS:
-        a, b = Side(values), Side(values)
+        a, b = side(values), side(values)
         for _ in range(20):
             exchange(a, b, bits)
         np.testing.assert_array_equal(decode(a.model, "float32"), decode(b.model, "float32"))
@@ -290,9 +274,8 @@ def test_equal_models_stay_as_they_are() -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_a_model_of_zeros_meets_one_that_has_moved(bits: int) -> None:
     """Its steps are the finest; the other side's numbers are not on such a grid."""
-    a, b = Side(np.zeros(600)), Side(np.zeros(600))
-    for i in range(8):
-        exchange(*((a, b) if i % 2 else (b, a)), bits)
+    a, b = side(np.zeros(600)), side(np.zeros(600))
+    in_turn(a, b, bits, 8)
     a.model += np.random.default_rng(2).standard_normal(600).astype(np.float32)
     a.apply()
     mean, far = (a.state() + b.state()) / 2, rms(a.state() - b.state())
@@ -306,14 +289,12 @@ def test_a_model_of_zeros_meets_one_that_has_moved(bits: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_models_that_were_equal(bits: int, dtype: str) -> None:
     values = np.random.default_rng(4).standard_normal(512)
-    a, b = Side(values, dtype), Side(values, dtype)
-    for i in range(12):
-        exchange(*((a, b) if i % 2 else (b, a)), bits)
+    a, b = side(values, dtype), side(values, dtype)
+    in_turn(a, b, bits, 12)
     a.model[:] = encode(decode(a.model, dtype) * 1.02, dtype)
     a.apply()
     far = rms(a.state() - b.state())
-    for i in range(2 * REFRESH):
-        exchange(*((a, b) if i % 2 else (b, a)), bits)
+    in_turn(a, b, bits, 2 * REFRESH)
     assert rms(a.state() - b.state()) < 0.2 * far
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,14 @@ class Peer:
 
 def drawn(random: torch.Generator, count: int = 2) -> list[torch.Tensor]:
     return [torch.randn(SIZE, generator=random, dtype=torch.float64) for _ in range(count)]
+
+
+def floats(random: torch.Generator) -> list[torch.Tensor]:
+    return [t.float() for t in drawn(random)]
+
+
+def is_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
 
 
 def decays(peer: Peer) -> tuple[float, float]:
@@ -167,7 +175,7 @@ def test_the_compiled_passes_compute_what_torchs_do(q: float, bound: float) -> N
         moment_passes.multiply(product, x, lacking, m, before, offered)
         results.append([t[0].clone() for t in (second, own, cross, x, lacking)])
     torch.testing.assert_close(*results)
-    assert all(bool(torch.isfinite(t).all()) for t in results[0])
+    assert is_finite(results[0])
 
 
 def test_without_peers_nothing_changes() -> None:
@@ -301,28 +309,26 @@ def test_parameters_are_added() -> None:
 
 def test_a_step_that_grad_scaler_skips_changes_no_state() -> None:
     """A fused optimizer unscales itself, and skips the update if GradScaler has found infinity."""
-    peer, random = (
-        Peer(OPTIMIZERS["AdamW, fused"], 2, torch.float32),
-        torch.Generator().manual_seed(5),
-    )
-    scaled = Peer(OPTIMIZERS["AdamW, fused"], 2, torch.float32)
+    random = torch.Generator().manual_seed(5)
+    peer, scaled = (Peer(OPTIMIZERS["AdamW, fused"], 2, torch.float32) for _ in range(2))
     for _ in range(4):
-        gradients, added = ([g.float() for g in drawn(random)] for _ in range(2))
+        gradients, added = floats(random), floats(random)
         peer.step(gradients, added)
-        scaled.optimizer.grad_scale, scaled.optimizer.found_inf = (
-            torch.tensor(8.0),
-            torch.tensor(0.0),
-        )
+        scaled.optimizer.grad_scale = torch.tensor(8.0)
+        scaled.optimizer.found_inf = torch.tensor(0.0)
         scaled.step([8 * g for g in gradients], added)
         torch.testing.assert_close(scaled.parameters, peer.parameters)
         torch.testing.assert_close(scaled.state("exp_avg_sq"), peer.state("exp_avg_sq"))
-    before = [
-        p.tolist() for p in (*scaled.parameters, *scaled.state("exp_avg_sq"), *scaled.moments)
-    ]
+
+    def held() -> list[list[float]]:
+        return [
+            t.tolist() for t in (*scaled.parameters, *scaled.state("exp_avg_sq"), *scaled.moments)
+        ]
+
+    before = held()
     scaled.optimizer.found_inf = torch.tensor(1.0)
     scaled.step([torch.full((SIZE,), torch.inf) for _ in range(2)])
-    after = [p.tolist() for p in (*scaled.parameters, *scaled.state("exp_avg_sq"), *scaled.moments)]
-    assert after == before
+    assert held() == before
 
 
 def test_a_state_that_was_emptied_begins_anew() -> None:
@@ -355,9 +361,9 @@ def test_extreme_decays(made: Made) -> None:
         if step == 2:
             for its in peer.optimizer.state.values():
                 its["step"] = torch.tensor(100_000.0)
-        gradients, added = ([t.float() for t in drawn(random)] for _ in range(2))
+        gradients, added = floats(random), floats(random)
         peer.step(gradients, added)
-        assert all(bool(torch.isfinite(p).all()) for p in peer.parameters)
+        assert is_finite(peer.parameters)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW, foreach", "AdamW, fused"])
@@ -365,9 +371,9 @@ def test_a_gradient_whose_square_is_infinite(name: str) -> None:
     """As with moments of one's own: the parameter stays."""
     peer, random = Peer(OPTIMIZERS[name], 4, torch.float32), torch.Generator().manual_seed(8)
     for scale in (1, 1, 1e21, 1):
-        gradients, added = ([t.float() for t in drawn(random)] for _ in range(2))
+        gradients, added = floats(random), floats(random)
         peer.step([scale * g for g in gradients], added)
-        assert all(bool(torch.isfinite(p).all()) for p in peer.parameters)
+        assert is_finite(peer.parameters)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -380,14 +386,14 @@ def test_a_moment_of_a_peer_whose_square_is_infinite(
         monkeypatch.setattr(moment_passes, "_COMPILED", ())
     peer, random = Peer(OPTIMIZERS[name], 4, torch.float32), torch.Generator().manual_seed(8)
     for scale in (1, 1, 1e25, 1, 1, -1e28, 1, 1):
-        gradients, added = ([t.float() for t in drawn(random)] for _ in range(2))
+        gradients, added = floats(random), floats(random)
         for tensor in added:
             tensor[0] *= scale
         before = [p.detach().clone() for p in peer.parameters]
         peer.step(gradients, added)
         for p, old in zip(peer.parameters, before, strict=True):
             assert bool((p - old).abs().max() < 1) and bool((p - old)[1:].abs().min() > 0)
-    assert all(bool(torch.isfinite(v).all()) for v in peer.state(peer.kind.second))
+    assert is_finite(peer.state(peer.kind.second))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -416,7 +422,7 @@ def test_one_gradient_out_of_all_proportion(
     for step in range(800):
         shown = [[m.clone() for m in peer.moments] for peer in peers]
         for i, peer in enumerate(peers):
-            gradients = [g.float() for g in drawn(random)]
+            gradients = floats(random)
             if i == 0 and step == 20:
                 gradients[1][2] = 1e20
             if i == 0:
@@ -431,9 +437,7 @@ def test_one_gradient_out_of_all_proportion(
         if name != "RMSprop" and step % 10 == 0:  # whose weight decay depends on the parameters
             of_torch = [torchs.state[p]["exp_avg_sq"] for p in plain]
             torch.testing.assert_close(peers[0].state("exp_avg_sq"), of_torch, rtol=1e-4, atol=1e-5)
-    assert all(
-        bool(torch.isfinite(t).all()) for peer in peers for t in peer.rule.tensors()["cross"]
-    )
+    assert all(is_finite(peer.rule.tensors()["cross"]) for peer in peers)
     cross, own = peers[1].rule.tensors()["cross"][1], peers[1].state(peers[1].kind.second)[1]
     assert bool((cross.abs() < 5 * own).all()), (cross, own)
     if "amsgrad" in name:
@@ -460,12 +464,12 @@ def test_amsgrad_remembers_no_more_of_peers_than_the_own_second_moment() -> None
     peer = Peer(OPTIMIZERS["Adam, amsgrad"], 4, torch.float32)
     random = torch.Generator().manual_seed(12)
     for step in range(60):
-        added = [t.float() for t in drawn(random)]
+        added = floats(random)
         if step == 5:
             added[0][0] = 1e25
         if step == 6:
             added[0][0] = -peer.moments[0][0]
-        peer.step([t.float() for t in drawn(random)], added)
+        peer.step(floats(random), added)
     assert all(bool((v < 10).all()) for v in peer.state("max_exp_avg_sq"))
 
 
@@ -486,14 +490,12 @@ def test_a_step_that_a_device_skips_is_not_counted(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shared_moments, "_is_on_device", lambda step: True)
     lagging = Lagging(Scheduler(3))
     monkeypatch.setattr(shared_moments, "device_of", lambda tensor: lagging)
-    peer, random = (
-        Peer(OPTIMIZERS["AdamW, fused"], 2, torch.float32),
-        torch.Generator().manual_seed(14),
-    )
+    random = torch.Generator().manual_seed(14)
+    peer = Peer(OPTIMIZERS["AdamW, fused"], 2, torch.float32)
     peer.optimizer.grad_scale = torch.tensor(1.0)
     for skips in (1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0):
         peer.optimizer.found_inf = torch.tensor(skips)
-        peer.step([g.float() for g in drawn(random)], [g.float() for g in drawn(random)])
+        peer.step(floats(random), floats(random))
     peer.rule.before_update()
     assert peer.rule._steps == [4, 4]
     assert [int(step) for step in peer.state("step")] == [3, 3]

@@ -6,6 +6,7 @@ import mmap
 import platform
 import threading
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,6 +93,12 @@ class Learner:
         return np.concatenate(shares).astype(np.float64)
 
 
+def offered(*args: Any, **how: Any) -> Learner:
+    learner = Learner(*args, **how)
+    learner.absorb(-1)
+    return learner
+
+
 def exchange(a: Learner, b: Learner, chunk: int, weight: float = 0.5) -> None:
     merge(a, b, chunk, a.snapshot(chunk), b.snapshot(chunk), weight)
 
@@ -104,9 +111,7 @@ def merge(
 
 
 def test_a_snapshot_holds_the_offered_model_and_what_it_lacks():
-    a, b = Learner(np.zeros(20)), Learner(np.full(20, 8.0))
-    a.absorb(-1)
-    b.absorb(-1)
+    a, b = offered(np.zeros(20)), offered(np.full(20, 8.0))
     exchange(a, b, 0)
     np.testing.assert_array_equal(a.snapshot(0), 4.0)
     np.testing.assert_array_equal(a.snapshot(0, offered_only=True), 0.0)
@@ -165,9 +170,7 @@ def test_mates_learn_of_a_publication_alike():
 
 
 def test_local_updates_made_meanwhile_are_kept():
-    a, b = Learner(np.zeros(8)), Learner(np.full(8, 2.0))
-    a.absorb(-1)
-    b.absorb(-1)
+    a, b = offered(np.zeros(8)), offered(np.full(8, 2.0))
     exchange(a, b, 0)
     a.model += 10.0
     a.absorb(a.store.publish())
@@ -222,9 +225,7 @@ def test_merging_goes_on_while_a_late_learner_reads_the_slot_of_the_step_before(
 
 def test_a_lease_is_of_one_chunk():
     """Who works on a chunk lets others work on all other chunks."""
-    a, b = Learner(np.zeros(40)), Learner(np.ones(40))
-    a.absorb(-1)
-    b.absorb(-1)
+    a, b = offered(np.zeros(40)), offered(np.ones(40))
     x, y = a.snapshot(0), b.snapshot(0)
     a.store.lease(0)
     passes = threading.Thread(target=exchange, args=(a, b, 1), daemon=True)
@@ -243,8 +244,7 @@ def test_a_lease_is_of_one_chunk():
 
 def test_chunks_stay_where_they_are_while_others_are_added():
     """An engine may hold the lease of one."""
-    a = Learner(np.zeros(8))
-    a.absorb(-1)
+    a = offered(np.zeros(8))
     a.store.lease(0)
     for _ in range(1000):
         a.store.add_chunk(
@@ -278,9 +278,7 @@ def test_the_mean_moves_only_by_local_updates(dtype, every, data):
 
     The mean of model + published + pending follows the sum of local updates, also in 16 bits."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
-    learners = [Learner(rng.standard_normal(37), dtype) for _ in range(3)]
-    for learner in learners:
-        learner.absorb(-1)
+    learners = [offered(rng.standard_normal(37), dtype) for _ in range(3)]
     expected = np.mean([learner.values.astype(np.float64) for learner in learners], axis=0)
     waiting: dict[int, int] = {}
     on_the_way: list[tuple[Learner, Learner, int, np.ndarray, np.ndarray]] = []
@@ -358,9 +356,7 @@ def test_a_mean_of_finite_models_makes_none_infinite(dtype, most, sign):
 def test_a_mean_that_replaces_16_bit_models_leaves_them_with_the_same_bits(dtype):
     """Also what it holds back: the models of the next mean are equal."""
     rng = np.random.default_rng(3)
-    learners = [Learner(rng.standard_normal(20), dtype) for _ in range(3)]
-    for learner in learners:
-        learner.absorb(-1)
+    learners = [offered(rng.standard_normal(20), dtype) for _ in range(3)]
     exchange(learners[0], learners[1], 0, weight=0.3)
     for learner in learners:
         learner.absorb(learner.store.publish())  # what rounding holds back is in the open slot
@@ -383,9 +379,7 @@ def test_a_mean_that_replaces_16_bit_models_leaves_them_with_the_same_bits(dtype
 def test_nothing_is_held_back_of_parameters_that_were_replaced():
     """Of those alone: another tensor in the same chunk keeps what it has."""
     rng = np.random.default_rng(5)
-    a, b = (Learner(rng.standard_normal(20), "bfloat16") for _ in range(2))
-    a.absorb(-1)
-    b.absorb(-1)
+    a, b = (offered(rng.standard_normal(20), "bfloat16") for _ in range(2))
     exchange(a, b, 0, weight=0.3)
     a.absorb(a.store.publish())
     before = a.state()
@@ -441,8 +435,7 @@ def test_private_memory_is_there_before_it_is_touched():
 def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: bool) -> None:
     """In the published slot and in the open one; or a mean in the open one, which takes the place of all."""
     rng = np.random.default_rng(8)
-    learner = Learner(rng.standard_normal(100), dtype)
-    learner.absorb(-1)  # fills the mirror
+    learner = offered(rng.standard_normal(100), dtype)
     before = learner.model.copy()
     expected, there = learner.values.astype(wide(dtype)), []
     for _ in range(2):

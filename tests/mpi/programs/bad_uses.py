@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from learner import DEADLINE_S, heard, outcome, retired, same_inside, say
+from learner import DEADLINE_S, heard, outcome, retired, same_inside, say, sgd, wrap
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -25,15 +25,6 @@ from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.inner import backend
 from hvd_adpsgd.training import first_models
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
-def wrap(model: nn.Module, make: Any = sgd, **how: Any) -> Any:
-    named = list(model.named_parameters())
-    return hvd.DistributedOptimizer(make([p for _, p in named]), named_parameters=named, **how)
 
 
 def with_names(model: Any) -> None:

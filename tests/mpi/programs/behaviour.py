@@ -1,27 +1,21 @@
 """What a Horovod user expects beside training: the mean for a while, and to be told of barriers."""
 
+import functools
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import learner
 import torch
-from learner import digest, generator, outcome, retired, same_everywhere, say
+from learner import digest, generator, heard, outcome, retired, same_everywhere, say, wrap
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch import elastic, mpi_ops
-
-TOLD: list[str] = []
-
-
-class Ear(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:
-            TOLD.append(record.getMessage())
 
 
 def expanded(module: torch.nn.Module) -> torch.nn.Module:
@@ -39,19 +33,13 @@ def network() -> torch.nn.Module:
 
 @contextmanager
 def training(model: torch.nn.Module, averaging: str, lr: float = 0.05) -> Iterator[Any]:
-    plain = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    named = model.named_parameters()
-    with retired(
-        hvd.DistributedOptimizer(plain, named_parameters=named, averaging=averaging)
-    ) as optimizer:
+    make = functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
+    with retired(wrap(model, make, averaging=averaging)) as optimizer:
         yield optimizer
 
 
 def advance(model: torch.nn.Module, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad()
-    batch = torch.randn(6, 8, generator=generator(step, hvd.rank()))
-    model(batch).square().mean().backward()
-    optimizer.step()
+    learner.step(model, optimizer, torch.randn(6, 8, generator=generator(step, hvd.rank())))
 
 
 def every(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -173,9 +161,9 @@ def not_finite(policy: str) -> None:
 def synchronous() -> None:
     """A metric in every step: one warning. In the super learner, or seldom: none."""
     model = network()
-    with training(model, "random_pairs") as optimizer:
+    with training(model, "random_pairs") as optimizer, heard(logging.WARNING) as warned:
         for mode in ("seldom", "inner", "every"):
-            TOLD.clear()
+            warned.clear()
             usage._tally = usage._Tally()
             before = hvd.metrics()
             for step in range(2 * usage.WINDOW):
@@ -188,7 +176,7 @@ def synchronous() -> None:
             after = hvd.metrics()
             say(
                 case=f"synchronous/{mode}",
-                told=[line for line in TOLD if "operations over all learners in" in line],
+                told=[line for line in warned if "operations over all learners in" in line],
                 count=after["global_operations"] - before["global_operations"],
                 seconds=after["global_operations_s"] - before["global_operations_s"],
             )
@@ -210,7 +198,6 @@ def names() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    logging.getLogger("hvd_adpsgd").addHandler(Ear())
     for k, policy in ((2, "raise"), (1, "skip")):
         hvd.init(config=Config(super_learner_size=k, nonfinite=policy))
         for averaging in ("random_pairs", "delay_by_one"):

@@ -4,6 +4,7 @@ Arguments: the schemes in step with which steps are skipped.
 The gradient of learner r in step k is known (`gradient`), so that of the mean of all is, too.
 """
 
+import functools
 import logging
 import sys
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from learner import SEED, digest, outcome, retired, same_inside, say
+from learner import SEED, digest, heard, outcome, retired, same_inside, say, wrap
 from mpi4py import MPI
 
 import hvd_adpsgd.torch as hvd
@@ -22,12 +23,8 @@ from hvd_adpsgd.launch import world as worlds
 
 SIZE = 70_001  # more than one chunk of 64 KiB
 LR = 0.25
-TOLD: list[str] = []
-
-
-class Ear(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        TOLD.append(record.getMessage())
+HEARD = heard()
+TOLD = HEARD.__enter__()  # until the end of the program
 
 
 def gradient(rank: int, step: int) -> torch.Tensor:
@@ -48,12 +45,10 @@ def module(p: torch.nn.Parameter) -> torch.nn.ParameterList:
 
 @contextmanager
 def training(spec: str, parameters: Any, **how: Any) -> Any:
-    plain = torch.optim.SGD(parameters, lr=LR)
-    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
-    with retired(
-        hvd.DistributedOptimizer(plain, named_parameters=named, averaging=spec, **how)
-    ) as o:
-        yield o
+    model = torch.nn.ParameterList(parameters)
+    make = functools.partial(torch.optim.SGD, lr=LR)
+    with retired(wrap(model, make, averaging=spec, **how)) as optimizer:
+        yield optimizer
 
 
 def backward(p: torch.nn.Parameter, step: int) -> None:
@@ -373,7 +368,6 @@ def outside(where: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     kept: dict[str, Any] = {}
-    logging.getLogger("hvd_adpsgd").addHandler(Ear())
     for k in (1, 2):
         hvd.init(config=Config(super_learner_size=k, chunk_kib=64))
         where, n = f"{hvd.super_size()}x{k}", hvd.super_size()

@@ -61,6 +61,23 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**31)
 
 
+def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def wrap(model: torch.nn.Module, make: Callable[..., Any] = sgd, **how: Any) -> Any:
+    """An optimizer of the model's named parameters, wrapped."""
+    named = list(model.named_parameters())
+    return hvd.DistributedOptimizer(make([p for _, p in named]), named_parameters=named, **how)
+
+
+def step(model: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+    """One step on the mean square of the output."""
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
 @contextmanager
 def retired(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """Stop the optimizer's engine behind the block, as shutdown would."""

@@ -19,6 +19,7 @@ from learner import (
     same_inside,
     say,
     wait_exchanged,
+    wrap,
 )
 
 import hvd_adpsgd.torch as hvd
@@ -98,9 +99,7 @@ def train(
 
 def run(name: str, dtype: torch.dtype, pause: Iterator[None], **how: Any) -> None:
     model = torch.nn.ParameterList(initial(hvd.super_rank(), dtype))
-    plain = torch.optim.SGD(model.parameters(), lr=LR)
-    named = model.named_parameters()
-    with retired(hvd.DistributedOptimizer(plain, named_parameters=named, **how)) as optimizer:
+    with retired(wrap(model, functools.partial(torch.optim.SGD, lr=LR), **how)) as optimizer:
         skips = name == "synchronized"
         same = train(model, optimizer, range(STEPS), dtype, pause, skips, name == "between")
         wait_exchanged(optimizer)

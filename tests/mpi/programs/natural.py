@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import torch
-from learner import digest, generator, retired, same_inside, say
+from learner import digest, generator, retired, same_inside, say, wrap
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -73,10 +73,8 @@ def train(case: str, averaging: str, passes: int) -> None:
     twin = copy.deepcopy(model)  # alone: what this learner's own gradient is
     alone = natural(twin, lr=0.0)
     how = {"averaging": averaging, "backward_passes_per_step": passes}
-    optimizer = natural(model)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), **how
-    )
+    plain = natural(model)
+    optimizer = wrap(model, lambda _: plain, **how)
     first, same, error = heldout(model), [], 0.0
     with retired(optimizer):
         for step in range(STEPS):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from learner import retired, say
+from learner import retired, say, wrap
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.collectives.of_communicator import wait
@@ -37,9 +37,7 @@ def main() -> None:
 def train(spec: str, patience_s: float) -> None:
     comm, me, leads = worlds.current().collectives.comm, hvd.rank(), np.zeros(1)
     model = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
-    plain = torch.optim.SGD([model], lr=0.1)
-    wrapped = hvd.DistributedOptimizer(plain, named_parameters=[("model", model)], averaging=spec)
-    with retired(wrapped) as optimizer:
+    with retired(wrap(torch.nn.ParameterList([model]), averaging=spec)) as optimizer:
         timeline = optimizer._averaging.record.timeline
         for step in range(STEPS):
             leader = step % 2

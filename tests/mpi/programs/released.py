@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner import DEADLINE_S, outcome, say
+from learner import DEADLINE_S, outcome, say, step, wrap
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.training import watching
@@ -46,20 +46,13 @@ def name(thread: Path) -> str:
         return ""
 
 
-def wrapped(model: torch.nn.Module) -> Any:
-    plain = torch.optim.SGD(model.parameters(), lr=0.01)
-    return hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
-
-
 def advance(model: torch.nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(1, 1024)).square().mean().backward()
-    optimizer.step()
+    step(model, optimizer, torch.ones(1, 1024))
 
 
 def wrap_and_drop() -> None:
     model = torch.nn.Linear(1024, 2048)  # 8 MiB
-    optimizer = wrapped(model)
+    optimizer = wrap(model)
     for _ in range(2):
         advance(model, optimizer)
 
@@ -67,7 +60,7 @@ def wrap_and_drop() -> None:
 def collected() -> None:
     """Collected in the midst of a look of the watcher: nothing of ours waits there for anything."""
     model = torch.nn.Linear(1024, 1024)
-    optimizer = wrapped(model)
+    optimizer = wrap(model)
     advance(model, optimizer)
     lock = threading.Lock()
     for watcher in watching.running():
@@ -101,7 +94,7 @@ def dropped() -> None:
 def closed() -> None:
     """Super learner 0 closes its optimizer, and 1 makes more steps with its own."""
     model = torch.nn.Linear(1024, 1024)
-    optimizer = wrapped(model)
+    optimizer = wrap(model)
     advance(model, optimizer)
     hvd.barrier()
     before = held()

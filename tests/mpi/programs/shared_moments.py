@@ -1,11 +1,13 @@
 """AdamW with shared moments, 2 super learners of 2: mates stay equal, whatever is loaded."""
 
 import copy
+import functools
 import json
 from typing import Any
 
+import learner
 import torch
-from learner import digest, outcome, same_inside, say
+from learner import digest, outcome, same_inside, say, wrap
 from torch import nn
 
 import hvd_adpsgd.torch as hvd
@@ -13,19 +15,20 @@ import hvd_adpsgd.torch as hvd
 INPUTS = 9
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95))
+
+
 def wrapped(cells: int = 8, **how: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(INPUTS, cells), nn.Tanh(), nn.Linear(cells, 1))
-    plain = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
-    return model, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), **how)
+    return model, wrap(model, adamw, **how)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     for step in range(steps):
         torch.manual_seed(100 * step + hvd.rank())
-        optimizer.zero_grad()
-        model(torch.randn(4, INPUTS)).square().mean().backward()
-        optimizer.step()
+        learner.step(model, optimizer, torch.randn(4, INPUTS))
 
 
 def until_exchanged(model: nn.Module, optimizer: Any) -> int:
@@ -54,11 +57,9 @@ def facts(case: str, model: nn.Module, optimizer: Any, **more: Any) -> None:
 def plain_state(steps: int) -> dict[str, Any]:
     """The state of torch's AdamW after some steps of a model of the same shape."""
     model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    optimizer = adamw(model.parameters())
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, INPUTS)).square().mean().backward()
-        optimizer.step()
+        learner.step(model, optimizer, torch.randn(4, INPUTS))
     return optimizer.state_dict()
 
 
@@ -149,7 +150,7 @@ def replaced_groups() -> None:
     head, backbone = list(model[2].parameters()), list(model[0].parameters())
 
     def of_head() -> Any:
-        plain = torch.optim.AdamW(head, lr=0.01, betas=(0.9, 0.95))
+        plain = adamw(head)
         return plain, hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
 
     plain, optimizer = of_head()
@@ -173,8 +174,7 @@ def refused() -> None:
     """Groups and states whose options forbid what the optimizer was wrapped with; training goes on."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 1))
-    plain = torch.optim.RMSprop(model.parameters(), lr=0.01)
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    optimizer = wrap(model, functools.partial(torch.optim.RMSprop, lr=0.01))
     train(model, optimizer, 3)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0]["centered"] = True

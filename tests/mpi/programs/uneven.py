@@ -7,6 +7,7 @@ all learners in place of the end. With the name of a scheme a script that catche
 import sys
 from typing import Any
 
+import learner
 import torch
 from learner import outcome, retired, say
 
@@ -41,9 +42,7 @@ def train(model: Any, optimizer: Any, done: list[int]) -> None:
 def wrap(spec: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    plain = torch.optim.SGD(model.parameters(), lr=0.01)
-    named = model.named_parameters()
-    return model, hvd.DistributedOptimizer(plain, named_parameters=named, averaging=spec)
+    return model, learner.wrap(model, averaging=spec)
 
 
 def main() -> None:
