@@ -27,8 +27,10 @@ RUN python3 -m venv $VIRTUAL_ENV
 ARG TORCH=torch==2.13.0
 RUN pip install --no-cache-dir ${TORCH}
 
-COPY dist/hvd_adpsgd-*.whl /tmp/dist/
-RUN wheel=$(echo /tmp/dist/*.whl) && pip install --no-cache-dir "${wheel}[all]" && rm -r /tmp/dist
+# The versions that are tested, but for torch.
+COPY requirements.txt dist/hvd_adpsgd-*.whl /tmp/dist/
+RUN cd /tmp/dist && sed -i '/^torch==/d' requirements.txt \
+ && pip install --no-cache-dir -c requirements.txt "$(echo ./*.whl)[all]" && rm -r /tmp/dist
 
 # Horovod is compiled for this torch and this Open MPI: minutes.
 ARG GPU_OPERATIONS=

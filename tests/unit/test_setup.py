@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hvd_adpsgd
 
@@ -173,7 +174,59 @@ def test_requirements_are_pinned_once():
             assert pins.setdefault(name.strip().lower(), version) == version, file.name
 
 
+def test_workflows_trust_commits_only():
+    """Not tags or branches, which can be moved; and no job may write to the repository."""
+    found = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    for path in found:
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            assert set(job.get("permissions", {})) <= {"id-token"}
+            used = [step["uses"] for step in job["steps"] if "uses" in step]
+            assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", use) for use in used), used
+    assert len(found) == 2
+
+
+def test_a_release_has_no_relative_links(tmp_path):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    steps = workflow["jobs"]["packages"]["steps"]
+    (script,) = [step["run"] for step in steps if step.get("name", "").startswith("addresses")]
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    at = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "a/b"}
+    done = run("bash", "-ec", script, cwd=tmp_path, GITHUB_REF_NAME="v1", **at)
+    assert done.returncode == 0, done.stderr
+    links = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    assert {"https://host/a/b/blob/v1/docs/start.md", "https://host/a/b/raw/v1/docs/demo.png"} < {
+        *links
+    }
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Source"] == "https://host/a/b"
+
+
+def test_the_laboratory_is_compiled_as_the_engine():
+    """A simulated exchange rounds as a real one, and both are for every Python."""
+    flags, other = (
+        {
+            node.targets[0].id: ast.unparse(node.value)
+            for node in ast.parse((ROOT / part / "setup.py").read_text()).body
+            if isinstance(node, ast.Assign)
+        }
+        for part in ("", "lab")
+    )
+    for name in ("STABLE_ABI", "ABI_MACROS", "IN_PLACE"):
+        assert flags[name] == other[name]
+    ours, labs = (set(ast.literal_eval(one["COMPILE_FLAGS"])) for one in (flags, other))
+    assert ours - labs == {"-fopenmp-simd"} and labs < ours  # for ext/c only
+    for part in ("", "lab"):
+        assert 'options={"bdist_wheel": {"py_limited_api": "cp311"}}' in (
+            (ROOT / part / "setup.py").read_text()
+        )
+
+
 def test_version_is_in_the_changelog():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "hvd_adpsgd.__version__"
-    assert f"## [{hvd_adpsgd.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    release = hvd_adpsgd.__version__.partition(".dev")[0]
+    assert f"## [{release}]" in (ROOT / "CHANGELOG.md").read_text()
