@@ -1,1 +1,0 @@
-# Nothing for Python: _engine cimports it.

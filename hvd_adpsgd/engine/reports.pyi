@@ -1,1 +1,0 @@
-# Nothing for Python: the engine's thread only.
