@@ -1,7 +1,7 @@
 """Builds the extension modules; everything else about the package is in pyproject.toml.
 
-Each ext/hvd_adpsgd/PACKAGE/NAME.pyx becomes hvd_adpsgd.PACKAGE.NAME. The plain C of ext/c is
-compiled once and linked into all of them. MPI's flags come from its own compiler wrapper, mpicc.
+Each ext/hvd_adpsgd/PACKAGE/NAME.pyx becomes hvd_adpsgd.PACKAGE.NAME. The plain C of ext/c is compiled once,
+into an archive of which each module takes what it calls. MPI flags come from its compiler wrapper, mpicc.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ class BuildExtensions(build_ext):
             include_dirs=[str(C_DIR)],
             extra_postargs=COMPILE_FLAGS,
         )
+        self.compiler.create_static_lib(objects, "adpsgd", output_dir=self.build_temp)
         for extension in self.extensions:
-            extension.extra_objects += objects
+            extension.extra_objects.append(str(Path(self.build_temp, "libadpsgd.a")))
         super().build_extensions()
         noted.write_text(how)
 
