@@ -1,7 +1,7 @@
 """A task for training in virtual time: a small transformer predicts bytes of Python's standard library.
 
     python -m hvd_adpsgd simulate --train examples/byte_transformer.py --super-learners 8 --steps 300 \
-        --step 50ms --network 1Gb/s,50us --compare synchronous --moments shared
+        --step 50ms --network 1Gb/s,50us --compare synchronous --options moments=shared
 
 AdamW with a warm-up and a cosine of 300 steps. Batches are small, so gradients are noisy.
 """

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.formats import AUTO, BY_NAME, FORMATS, OWN
 
 __all__ = [
     "FIRST_SHARE",
@@ -242,9 +243,10 @@ class Config:
         None,
         str,
         "",
-        "format of models in messages: 16 bits, or differences in 8 or 4 bits between hosts; None or "
-        "float32: the model's own; auto, with exchange_share=auto: as few bits as the link demands",
-        choices=("float16", "bfloat16", "float32", "int8", "int4", "auto"),
+        "format of models in messages; "
+        + "; ".join(f"{each.name}: {each.meaning}" for each in FORMATS)
+        + "; auto, with exchange_share=auto: as few bits as the link demands",
+        choices=(*BY_NAME, AUTO),
         optional=True,
     )
     moments: str | None = _option(
@@ -422,7 +424,7 @@ class Config:
         for name, option in _options().items():
             # object.__setattr__ because the dataclass is frozen: each field gets its converted, checked value
             object.__setattr__(self, name, _checked(name, option, getattr(self, name)))
-        if self.wire_dtype == "float32":  # the name that people know for the default
+        if self.wire_dtype == OWN.name:  # the name that people know for the default
             object.__setattr__(self, "wire_dtype", None)
 
     @property
@@ -442,8 +444,8 @@ class Config:
 
     @property
     def chooses_bits(self) -> bool:
-        """Whether each super learner chooses the bits of its exchanges, too (wire_dtype="auto")."""
-        return self.wire_dtype == "auto"
+        """Whether each super learner chooses the format of its exchanges, too (wire_dtype="auto")."""
+        return self.wire_dtype == AUTO
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Config:
@@ -469,6 +471,17 @@ class Config:
             **{known[key]: _parsed(known[key], text) for key, text in given.items() if text.strip()}
         )
 
+    @staticmethod
+    def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the values of options, by name, that texts mean.
+
+        Raises:
+            ConfigError: for an unknown option or an unreadable text.
+        """
+        for name in texts:
+            _require_known(name, _options(), "option", "Config.parsed")
+        return {name: _parsed(name, text) for name, text in texts.items()}
+
     def replace(self, **changes: Any) -> Config:
         """Return a copy with some options changed and checked.
 
@@ -478,6 +491,11 @@ class Config:
         for name in changes:
             _require_known(name, _options(), "option", "Config.replace")
         return dataclasses.replace(self, **changes)
+
+    def changes(self, default: Config) -> dict[str, Any]:
+        """Return the options, by name, that differ from those of `default`."""
+        values = {name: getattr(self, name) for name in _options()}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     def unequal(self, other: Config) -> str | None:
         """Return the first option that must be equal on all learners but differs in `other`; else None."""

@@ -6,9 +6,11 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.wire import SystemClock
 from hvd_adpsgd.engine.wire_tcp import TcpWire
@@ -29,7 +31,7 @@ class Member:
         elements: of the model.
         period: every other chunk moves in one of so many exchanges.
         rate: exchanges per step for which it asks by itself.
-        wire: code of the wire's format; -1: the model's own.
+        options: other fields of its EngineOptions.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Member:
         elements: int = ELEMENTS,
         period: int = 1,
         rate: float = 1.0,
-        wire: int = -1,
+        **options: Any,
     ):
         self.rank = rank
         self.news, self._news = os.pipe2(os.O_NONBLOCK)
@@ -49,13 +51,20 @@ class Member:
         self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
         schedule = np.array([1 - rank], np.int32)
         self.loop = Loop(
-            *(self.wire, SystemClock(), self.model.store, schedule, WEIGHT, rate, wire, False),
-            *(0.2, 0.5, CHUNK_NBYTES, False),
+            self.wire,
+            SystemClock(),
+            self.model.store,
+            schedule,
+            EngineOptions(
+                WEIGHT,
+                rate,
+                CHUNK_NBYTES,
+                **{"deadline_s": 0.2, "leave_deadline_s": 0.5, "report_s": 1.0, **options},
+            ),
         )
         rare = range(1, self.chunks, 2) if period > 1 else ()
         self.loop.extend(self.chunks, self.fingerprint, rare, period)
         self.loop.average_all(True)
-        self.loop.share_reports(1.0)
 
     def connect(self, kind: int, peer: int, end: socket.socket) -> None:
         end.setblocking(False)

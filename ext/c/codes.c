@@ -40,8 +40,19 @@ static int clamp(int sums, int step) {
 
 int64_t adpsgd_codes_blocks(int64_t n) { return (n + B - 1) / B; }
 
-int64_t adpsgd_codes_nbytes(int bits, int64_t n) {
-  return adpsgd_codes_blocks(n) * (int64_t)sizeof(uint16_t) + (n * bits + 7) / 8;
+int adpsgd_codes_bits(int format) {
+  switch (format) {
+    case ADPSGD_INT4: return 4;
+    case ADPSGD_INT8: return 8;
+    case ADPSGD_INT16: return 16;
+    default: return 0;
+  }
+}
+
+int adpsgd_codes_format(const void *message) { return *(const uint16_t *)message; }
+
+int64_t adpsgd_codes_nbytes(int format, int64_t n) {
+  return (1 + adpsgd_codes_blocks(n)) * (int64_t)sizeof(uint16_t) + (n * adpsgd_codes_bits(format) + 7) / 8;
 }
 
 /* ---- one block ------------------------------------------------------------------------------ */
@@ -214,12 +225,14 @@ static int digits_of(int bits, int dtype) {
   return bits == 16 ? DIGITS_16 : digits < DIGITS ? digits : DIGITS;
 }
 
-int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, const uint16_t *steps, int64_t n) {
-  uint16_t *head = out;
+int adpsgd_codes_offer(int format, int sums, void *out, const adpsgd_model *mine, const uint16_t *steps, int64_t n) {
+  const int bits = adpsgd_codes_bits(format);
+  uint16_t *head = (uint16_t *)out + 1;
   uint8_t *codes = (uint8_t *)(head + adpsgd_codes_blocks(n));
   int32_t q[B + 1] = {0};
   Numbers x;
   int bad = 0;
+  *(uint16_t *)out = (uint16_t)format;
   for (int64_t start = 0, k = 0; start < n; start += B, k++) {
     const int64_t count = n - start < B ? n - start : B;
     const int step = steps[k] + coarser(bits); /* the table has those of 8 bits */
@@ -233,17 +246,19 @@ int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, 
   return bad;
 }
 
-int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n) {
+int adpsgd_codes_answer(int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n) {
+  const int bits = adpsgd_codes_bits(adpsgd_codes_format(offer));
   const int64_t nblocks = adpsgd_codes_blocks(n);
   const int32_t half = 1 << (bits - 1);
   const double limit = 0.45 * half; /* spread over the range they have UNIFORM */
-  const uint16_t *steps = offer;
+  const uint16_t *steps = (const uint16_t *)offer + 1;
   const uint8_t *codes = (const uint8_t *)(steps + nblocks);
-  uint16_t *head = out;
+  uint16_t *head = (uint16_t *)out + 1;
   uint8_t *answer = (uint8_t *)(head + nblocks);
   int32_t theirs[B + 1], ours[B + 1] = {0}, d[B + 1] = {0};
   Numbers x;
   int bad = 0;
+  *(uint16_t *)out = *(const uint16_t *)offer;
   for (int64_t start = 0, k = 0; start < n; start += B, k++) {
     const int64_t count = n - start < B ? n - start : B;
     const int offered = clamp(sums, steps[k]);
@@ -275,11 +290,12 @@ static int next_step(int step, int32_t m, int bits, int next) {
   return step + digits - (next == 8 ? 5 : 2); /* 2^digits, above m, is 32 steps of 128, or 4 of 8 */
 }
 
-double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const void *answer, double weight,
+double adpsgd_codes_merge(int next, int sums, void *correction, const void *answer, double weight,
                           uint16_t *steps, int64_t n, int fresh) {
   const int64_t nblocks = adpsgd_codes_blocks(n);
+  const int bits = adpsgd_codes_bits(adpsgd_codes_format(answer)), next_bits = adpsgd_codes_bits(next);
   const int32_t half = 1 << (bits - 1);
-  const uint16_t *head = answer;
+  const uint16_t *head = (const uint16_t *)answer + 1;
   const uint8_t *codes = (const uint8_t *)(head + nblocks);
   int32_t d[B + 1];
   double total = 0;
@@ -293,8 +309,8 @@ double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const 
     if (d[0] == -half || !isfinite(sums == ADPSGD_FLOAT64 ? most : (float)most)) {
       memset(d, 0, sizeof d);
       total += UNIFORM * UNIFORM * (double)half * (double)half * (double)count * size * size;
-    } else then = next_step(step, largest(d, count), bits, next);
-    if (steps) steps[k] = (uint16_t)clamp(sums, then - coarser(next));
+    } else then = next_step(step, largest(d, count), bits, next_bits);
+    if (steps) steps[k] = (uint16_t)clamp(sums, then - coarser(next_bits));
     if (sums == ADPSGD_FLOAT64) increase_double((double *)correction + start, d, unit, count, fresh);
     else increase_float((float *)correction + start, d, (float)unit, count, fresh);
     total += (double)sum_of_squares(d, count) * size * size;

@@ -13,8 +13,8 @@
  * Steps are powers of two, and travel as such: 2048 is the step 1, 2049 the step 2. Each side has a table of the
  * steps of its next offers, which it learns from the differences that it has merged.
  *
- * A message: a step for each block, in two bytes, then the codes, two of 4 bits in a byte. It is aligned to two
- * bytes.
+ * A message: its format in two bytes, a step for each block, in two bytes, then the codes, two of 4 bits in a byte.
+ * It is aligned to two bytes.
  *
  * Source: Lu and De Sa, Moniqua: modulo quantized communication in decentralized SGD, arXiv:2002.11787.
  */
@@ -27,25 +27,29 @@
 
 enum { ADPSGD_CODES_BLOCK = 256 };
 
-/* Bytes of a message: others for other bits. */
-int64_t adpsgd_codes_nbytes(int bits, int64_t n);
+/* Bits per element of a format of codes; 0 for others. */
+int adpsgd_codes_bits(int format);
+
+/* The format that a message of two bytes or more names, and the bytes of a whole message. */
+int adpsgd_codes_format(const void *message);
+int64_t adpsgd_codes_nbytes(int format, int64_t n);
 
 /* Number of blocks of n elements. */
 int64_t adpsgd_codes_blocks(int64_t n);
 
 /* out = the chunk `mine` on the grid of `steps`, or of coarser ones where these are too fine for the chunk's
- * numbers; with 16 bits of steps that follow from the numbers alone. `sums` is the type of sums. Returns 1 if an
+ * numbers; with INT16 of steps that follow from the numbers alone. `sums` is the type of sums. Returns 1 if an
  * element is infinite or not a number, else 0. */
-int adpsgd_codes_offer(int bits, int sums, void *out, const adpsgd_model *mine, const uint16_t *steps,
+int adpsgd_codes_offer(int format, int sums, void *out, const adpsgd_model *mine, const uint16_t *steps,
                        int64_t n);
 
-/* out = (the offered chunk - mine) in steps. Returns as adpsgd_codes_offer. */
-int adpsgd_codes_answer(int bits, int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n);
+/* out = (the offered chunk - mine) in steps, in the format of the offer. Returns as adpsgd_codes_offer. */
+int adpsgd_codes_answer(int sums, void *out, const void *offer, const adpsgd_model *mine, int64_t n);
 
 /* correction (+)= weight * the differences of an answer; `fresh` overwrites instead of adding. `steps` (NULL:
- * not wanted) become those of the next offer in `next` bits. Both sides pass over a block whose correction
+ * not wanted) become those of the next offer in the format `next`. Both sides pass over a block whose correction
  * would be infinite. Returns the sum of squared differences. */
-double adpsgd_codes_merge(int bits, int next, int sums, void *correction, const void *answer, double weight,
+double adpsgd_codes_merge(int next, int sums, void *correction, const void *answer, double weight,
                           uint16_t *steps, int64_t n, int fresh);
 
 #endif

@@ -10,12 +10,16 @@
 
 #include <stdint.h>
 
-enum {
+enum { /* formats: element types, then codes of differences (codes.h) */
+  ADPSGD_OWN = -1, /* in messages: the model's own element type */
   ADPSGD_FLOAT32 = 0,
   ADPSGD_FLOAT64 = 1,
   ADPSGD_BFLOAT16 = 2,
   ADPSGD_FLOAT16 = 3,
-  ADPSGD_DTYPES = 4
+  ADPSGD_DTYPES = 4,
+  ADPSGD_INT8 = 4,
+  ADPSGD_INT4 = 5,
+  ADPSGD_INT16 = 6 /* now and then in place of a format of fewer bits */
 };
 
 enum { ADPSGD_NOT_FINITE = 1, ADPSGD_HELD_BACK = 2 };

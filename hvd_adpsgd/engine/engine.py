@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.connections import Connections
+from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
-from hvd_adpsgd.engine.layout import DTYPE_CODES, WIRE_CODES
+from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
@@ -46,6 +47,7 @@ from hvd_adpsgd.errors import (
     StrategyMismatchError,
     TransportError,
 )
+from hvd_adpsgd.formats import OWN, Format
 from hvd_adpsgd.strategies.plan import NOBODY, Plan
 
 __all__ = ["Engine"]
@@ -147,31 +149,14 @@ class Engine:
         )
 
     def _make_loop(self) -> Loop:
-        config, wire = self.config, self.config.wire_dtype
         wanted = map(self._comm_rank, self._plan.schedule.ravel().tolist())
-        loop = Loop(
+        return Loop(
             self._make_wire(),
             SystemClock(),
             self.memory.store,
             np.array([rank for rank in wanted if rank != NOBODY], dtype=np.intc),
-            self._plan.weight,
-            config.exchanges_per_step,
-            -1 if wire is None else WIRE_CODES[wire],
-            # offered_only: rounds of pairs average the models as offered, as the mixing matrix demands
-            self._plan.in_pairs,
-            config.deadline_s,
-            config.leave_deadline_s,
-            config.chunk_kib * 1024,
-            config.timeline is not None,
+            EngineOptions.of(self.config, self._plan),
         )
-        loop.move_share(config.first_share)
-        if config.first_share < 1:
-            loop.aim()
-        if self._plan.prefer_fast > 0:
-            loop.prefer_fast(self._plan.prefer_fast)
-        if config.report_s > 0:
-            loop.share_reports(config.report_s)
-        return loop
 
     def start(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         """Start the engine's thread (leader only): it answers peers, and asks peers once a model is offered.
@@ -366,19 +351,18 @@ class Engine:
         if self.loop is not None:
             self.loop.pause(False)
 
-    def move_share(self, share: float, bits: int = 0) -> None:
+    def move_share(self, share: float, wire_format: Format = OWN) -> None:
         """Let the next exchanges move this share of the model, at most: the peer may want a smaller one.
 
         Args:
             share: in (0, 1].
-            bits: with wire_dtype="auto", their bits per element between hosts: 0 (all), 8 or 4. The peer may
-                want fewer.
+            wire_format: with wire_dtype="auto", their format between hosts. The peer may want fewer bits.
         """
         self._moves(share)
         if (loop := self.loop) is not None:
             loop.move_share(share)
             if self.config.chooses_bits:
-                loop.use_bits(bits)
+                loop.use_format(wire_format.code)
 
     def mark_next(self, marks: NDArray[np.uint8]) -> None:
         """Set to 1 the marks of the chunks of the next exchange for which the engine asks."""

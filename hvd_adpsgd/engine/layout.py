@@ -20,7 +20,6 @@ from hvd_adpsgd.errors import ModelMismatchError
 __all__ = [
     "DTYPE_CODES",
     "WHOLE",
-    "WIRE_CODES",
     "ChunkSpec",
     "Layout",
     "LayoutPart",
@@ -30,8 +29,6 @@ __all__ = [
 
 # Element types by name, with the codes of ext/c/kernels.h.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
-# Formats of chunks in messages, with the codes of the engine; others travel in the tensors' own type.
-WIRE_CODES = {"float16": 3, "bfloat16": 2, "int8": 4, "int4": 5, "auto": 6}
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 

@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 from hvd_adpsgd.config import FIRST_SHARE
+from hvd_adpsgd.formats import CHOSEN, OWN, Format
 
 __all__ = ["FLOOR", "LINK", "ShareControl", "Spent"]
 
@@ -24,11 +25,13 @@ _BLIND = 4.0  # most halvings that no exchange has confirmed yet
 _MET = 0.5  # part of the due exchanges below which they wait for the link, not for one slow peer
 _MEETINGS, _DUE = 2, 16  # exchanges, and due exchanges, after which a decision is made
 _FAST, _SLOW = 1 / 8, 1 / 64  # weights of a new distance in its two averages
-# bits per element, from all (0) to the fewest; bytes of the few, with every 16th offer in 16 bits
-_BITS = (0, 8, 4)
-_NBYTES = {8: 1.07, 4: 0.6}
 _SPARE = 0.7  # part of the link's bound below which more bits have to stay
 _HOLD = 32  # decisions from a trial of fewer bits that gained nothing to the next
+
+
+def _nbytes(wire_format: Format) -> float:
+    """Return the bytes of an element in few bits: with a step per block, and one offer of 16 in 16 bits."""
+    return round(15 / 16 * wire_format.bits / 8 + 2 / 16 + 2 / 256, 2)
 
 
 class Spent(NamedTuple):
@@ -63,12 +66,12 @@ class _Trial(NamedTuple):
     """Fewer bits on trial.
 
     Attributes:
-        before: the bits before.
+        before: the format before.
         pressure: what a model moved has cost with them.
         has_ended: whether an exchange has ended since, which may have had the bits before.
     """
 
-    before: int
+    before: Format
     pressure: float
     has_ended: bool = False
 
@@ -102,7 +105,7 @@ class ShareControl:
 
     Attributes:
         share: the share of the next exchanges.
-        bits: their bits per element between hosts: 0 (all), 8 or 4.
+        wire_format: their format between hosts.
         element_nbytes: bytes of an element in all bits, mean of the model.
         overhead, demand: as measured for the last decision; NaN before.
         budget: b of the last decision.
@@ -113,7 +116,7 @@ class ShareControl:
         self, bound: float, due: float, share: float = FIRST_SHARE, chooses_bits: bool = False
     ):
         self._bound, self._due, self._chooses_bits = bound, due, chooses_bits
-        self.bits = 0
+        self.wire_format = OWN
         self.element_nbytes = 4.0
         self._trial: _Trial | None = None
         self._part = 1.0  # of the models, those over the link; while a trial lasts, as it began
@@ -209,16 +212,16 @@ class ShareControl:
         if self._trial is not None:
             return is_seen and self._judge(self._trial, each)
         self._hold = max(0, self._hold - 1)
-        i, is_whole = _BITS.index(self.bits), self._level >= 0
+        i, is_whole = CHOSEN.index(self.wire_format), self._level >= 0
         most = 2.0 ** (_QUIET if is_whole else -_QUIET)
         wanted, self._wants = self._wants, link > max(cost, most)
         is_known = not math.isnan(each)  # a trial is judged by it
-        if wanted and self._wants and i + 1 < len(_BITS) and not self._hold and is_known:
-            self._trial, self.bits = _Trial(self.bits, each), _BITS[i + 1]
+        if wanted and self._wants and i + 1 < len(CHOSEN) and not self._hold and is_known:
+            self._trial, self.wire_format = _Trial(self.wire_format, each), CHOSEN[i + 1]
             return True
         is_free = is_whole or self._is_capped or cost > link
-        if i and is_free and link / self._ratio(self.bits, _BITS[i - 1]) < _SPARE:
-            self.bits = _BITS[i - 1]
+        if i and is_free and link / self._ratio(self.wire_format, CHOSEN[i - 1]) < _SPARE:
+            self.wire_format = CHOSEN[i - 1]
             return True
         return False
 
@@ -228,13 +231,13 @@ class ShareControl:
             self._trial = trial._replace(has_ended=True)
             return True
         self._trial = None
-        if each > trial.pressure * (1 + self._ratio(self.bits, trial.before)) / 2:
-            self.bits, self._hold = trial.before, _HOLD
+        if each > trial.pressure * (1 + self._ratio(self.wire_format, trial.before)) / 2:
+            self.wire_format, self._hold = trial.before, _HOLD
         return True
 
-    def _ratio(self, few: int, many: int) -> float:
+    def _ratio(self, few: Format, many: Format) -> float:
         """Return the bytes of an exchange in `few` bits, divided by those in `many`."""
-        return _NBYTES[few] / _NBYTES.get(many, self.element_nbytes)
+        return _nbytes(few) / (self.element_nbytes if many is OWN else _nbytes(many))
 
     def _move(self, pressure: float, is_seen: bool) -> None:
         error = min(max(-math.log2(max(pressure, 1e-9)), -_MOST), _MOST)

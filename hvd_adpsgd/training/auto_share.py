@@ -11,6 +11,7 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters
 from hvd_adpsgd.engine.turns import LONGEST
+from hvd_adpsgd.formats import Format
 from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 
 __all__ = ["AutoShare", "Used", "cost_s"]
@@ -90,9 +91,9 @@ class AutoShare:
         return self._control.share
 
     @property
-    def bits(self) -> int:
-        """Their bits per element between hosts: 0 (all), 8 or 4."""
-        return self._control.bits
+    def wire_format(self) -> Format:
+        """Their format between hosts."""
+        return self._control.wire_format
 
     @property
     def overhead(self) -> float:
@@ -108,7 +109,7 @@ class AutoShare:
         if engine is not self._engine:  # also after an admission
             self._engine, self._used = engine, None
             self._control.element_nbytes = engine.memory.layout.element_nbytes
-            engine.move_share(self.share, self.bits)
+            engine.move_share(self.share, self.wire_format)
         if self._was_long(counters.seconds):
             self._used = None
             self._control.restart()
@@ -157,4 +158,4 @@ class AutoShare:
             found["bytes_shared"] / max(1, sum(part.nbytes for part in engine.memory.layout.parts)),
         )
         self._control.decide(totals)
-        engine.move_share(self.share, self.bits)
+        engine.move_share(self.share, self.wire_format)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
+from hvd_adpsgd.formats import first_format
 from hvd_adpsgd.lifecycle import state_dump
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
@@ -15,8 +16,6 @@ from hvd_adpsgd.training.presence import live
 __all__ = ["bits_of", "metrics", "metrics_of", "share_of"]
 
 _NO_SHARE = {"exchange_share": math.nan, "exchange_bits": 0, "exchange_overhead": math.nan}
-# bits per element of a wire_dtype; 0: as many as the model has, or chosen
-_BITS = {"float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 
 
 def metrics() -> dict[str, Any]:
@@ -73,8 +72,9 @@ def bits_of(averaging: Averaging) -> int:
     """Return the bits per element of the next exchanges between hosts; 0: as many as the model has."""
     if averaging.engine.loop is None:
         return 0
-    chosen = 0 if averaging.share is None else averaging.share.bits
-    return chosen or _BITS.get(averaging.spec.config.wire_dtype or "", 0)
+    if averaging.share is not None and averaging.spec.config.chooses_bits:
+        return averaging.share.wire_format.bits
+    return first_format(averaging.spec.config.wire_dtype).bits
 
 
 def _views() -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from hvd_adpsgd_lab.learning import Task, train
-from hvd_adpsgd_lab.simulation.planner import Cluster
+from hvd_adpsgd_lab.simulation.planner import PATIENT, Cluster
 
 from examples import byte_transformer
 from examples.acoustic_model import prepare_data
@@ -123,8 +123,10 @@ def trained(model: str, cell: Cell) -> Run:
     )
     strategy, _, how = scheme.partition("@")
     moments, _, period = how.partition(":")
-    options = {"moments_period": int(period)} if period else {}
-    cluster = Cluster(n, task.parameters(), STEP_S, BYTES_PER_S, LATENCY_S, seed=seed)
+    config = PATIENT.replace(moments=moments or None)
+    if period:
+        config = config.replace(moments_period=int(period))
+    cluster = Cluster(n, task.parameters(), STEP_S, BYTES_PER_S, LATENCY_S, config, seed=seed)
     began = time.monotonic()
     try:
         done = train(
@@ -133,8 +135,6 @@ def trained(model: str, cell: Cell) -> Run:
             strategy=strategy,
             steps=steps,
             points=4,
-            moments=moments or None,
-            **options,
         )
     except ArithmeticError as error:  # NonFiniteModelError: the rate is too high
         print(f"{scheme} at {rate:g}: {error}", file=sys.stderr)

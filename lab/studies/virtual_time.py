@@ -146,7 +146,7 @@ def simulated(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     command += ["--super-learners", str(options.learners), "--steps", str(options.steps)]
     command += ["--step", f"{options.step}s", "--network", NETWORK, "--points", str(PARTS)]
     command += ["--strategy", options.strategy, "--random-seed", str(seed)]
-    command += ["--moments", options.moments] if options.moments else []
+    command += ["--options", f"moments={options.moments}"] if options.moments else []
     command += ["--calibration", str(options.out / "calibration.json"), "--json", str(file)]
     performed(command)
     (found,) = json.loads(file.read_text())["runs"]

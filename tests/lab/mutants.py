@@ -149,14 +149,15 @@ MUTANTS = (
     Mutant(
         "the active side keeps its own bits",
         "exchange.pyx",
-        "    x.bits = m.bits\n",
+        "    x.wire_format = m.wire_format\n",
         "",
     ),
     Mutant(
         "the passive side keeps its own bits",
         "exchange.pyx",
         "    send_window(e, peer, YES, x, total, window, m.generation)\n",
-        "    send_window(e, peer, YES, x, total, window, m.generation)\n    x.bits = e.mailbox.orders.bits\n",
+        "    send_window(e, peer, YES, x, total, window, m.generation)\n"
+        "    x.wire_format = e.mailbox.orders.wire_format\n",
     ),
     Mutant(
         "an exchange through shared memory counts as use of the link",
@@ -512,8 +513,8 @@ MUTANTS = (
     Mutant(
         "an answer in few bits is merged with the sign of the other side",
         "store.pyx",
-        "merge_answer(c, bits, -weight, answer, nbytes)",
-        "merge_answer(c, bits, weight, answer, nbytes)",
+        "merge_answer(c, wire, -weight, answer)",
+        "merge_answer(c, wire, weight, answer)",
     ),
     Mutant(
         "a correction waits for the turn of its chunk",

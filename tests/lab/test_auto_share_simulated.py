@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +14,24 @@ from hvd_adpsgd_lab.learning import faults
 from hvd_adpsgd_lab.simulate import units
 from hvd_adpsgd_lab.simulation.calibration import Calibration
 from hvd_adpsgd_lab.simulation.job import Job
-from hvd_adpsgd_lab.simulation.planner import Cluster, job_of
-from hvd_adpsgd_lab.simulation.scenario import Fault, Scenario
+from hvd_adpsgd_lab.simulation.planner import PATIENT, Cluster, job_of
+from hvd_adpsgd_lab.simulation.scenario import CODES, Fault, Scenario
 from hvd_adpsgd_lab.simulation.steering import Choice, Steering
 
-from hvd_adpsgd.config import FIRST_SHARE
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.share_control import FLOOR, LINK
+from tests.lab.clusters import changed
 
 BOUND = 0.03
+AUTO = PATIENT.replace(exchange_share="auto", max_overhead=BOUND)
 GB, MB = 1.25e9, 1.25e6  # bytes/s of 10 Gb/s and of 10 Mb/s
 
 
 @pytest.mark.parametrize(("bits", "wire"), [(5, "auto"), (8, ""), (4, "int8")])
 def test_bits_that_no_exchange_can_have(bits: int, wire: str) -> None:
-    with pytest.raises(ConfigError, match="allowed are 0, 4 and 8 with wire 'auto'"):
-        replace(Scenario.random(0), wire=wire, faults=(Fault(1.0, "bits", 0, (), bits),))
+    with pytest.raises(ConfigError, match="allowed are 0, 8, 4 with wire_dtype 'auto'"):
+        scenario = Scenario.random(0).with_options(wire_dtype=wire or None)
+        replace(scenario, faults=(Fault(1.0, "bits", 0, (), bits),))
 
 
 def test_who_trains_in_virtual_time_chooses_its_bits_by_itself() -> None:
@@ -36,11 +40,11 @@ def test_who_trains_in_virtual_time_chooses_its_bits_by_itself() -> None:
         faults.checked([fault], 2, faults.KINDS, "random_pairs")
 
 
-def steered(joins: int = 0, **changes: object) -> tuple[Job, Steering]:
+def steered(joins: int = 0, **changes: Any) -> tuple[Job, Steering]:
     """Eight super learners of 2.5 M parameters, whose steps differ by a third, at 10 Gb/s."""
     calibration = Calibration(2e-10, 1e-9)  # an exchange of the whole model costs a tenth of a step
-    cluster = Cluster(8, 2.5e6, 0.1, GB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND, spread=0.3)
-    cluster = replace(cluster, calibration=calibration, **changes)  # type: ignore[arg-type]
+    cluster = Cluster(8, 2.5e6, 0.1, GB, 5e-5, AUTO, spread=0.3, calibration=calibration)
+    cluster = changed(cluster, **changes)
     draw = np.random.default_rng(0)
     models = [draw.standard_normal((cluster.chunks, 8)) for _ in range(8)]
     scale = cluster.model_nbytes / models[0].nbytes
@@ -85,7 +89,7 @@ def test_a_link_that_becomes_a_thousandth_and_recovers() -> None:
 def test_a_slow_link_gets_few_bits_and_all_of_them_again(rate: float) -> None:
     shares = []
     for wire in ("", "auto"):
-        job, steering = steered(wire=wire)
+        job, steering = steered(wire_dtype=wire or None)
         for i in range(8):
             job.strike(60, "link", i, rate)
             job.strike(180, "link", i, GB)
@@ -100,13 +104,11 @@ def test_a_slow_link_gets_few_bits_and_all_of_them_again(rate: float) -> None:
 
 
 def test_the_use_of_a_link_counts_bytes_whatever_their_bits() -> None:
-    cluster = Cluster(
-        2, 2.5e6, 0.1, 10 * MB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND, wire="auto"
-    )
+    cluster = Cluster(2, 2.5e6, 0.1, 10 * MB, 5e-5, AUTO.replace(wire_dtype="auto"))
     models = [np.full((cluster.chunks, 8), i, np.float32) for i in range(2)]
     job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
     bits = itertools.cycle((0, 0, 4, 4))
-    job.steer = lambda job, i: job.loop_of(i).use_bits(next(bits))
+    job.steer = lambda job, i: job.loop_of(i).use_format(CODES[next(bits)])
     job.run_for(60)
     counters = job.loop_of(0).counters()
     assert counters["link_s"] > 0.9 * counters["busy_s"]
@@ -115,8 +117,9 @@ def test_the_use_of_a_link_counts_bytes_whatever_their_bits() -> None:
 @pytest.mark.parametrize("wire", ["", pytest.param("auto", marks=pytest.mark.extended)])
 def test_exchanges_through_memory_do_not_count_as_the_link(wire: str) -> None:
     """Two super learners on each of two hosts: what the engines measure is what their links carry."""
-    cluster = Cluster(4, 2.5e7, 0.1, 100 * MB, 5e-5, share=FIRST_SHARE, max_overhead=BOUND)
-    cluster = replace(cluster, spread=0.3, wire=wire)
+    cluster = Cluster(
+        4, 2.5e7, 0.1, 100 * MB, 5e-5, AUTO.replace(wire_dtype=wire or None), spread=0.3
+    )
     models = [np.full((cluster.chunks, 256), i, np.float32) for i in range(4)]
     job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
     job.share((0, 0, 1, 1), models[0].strides[0], shown=True)
@@ -179,11 +182,11 @@ def test_one_joins_in_place_of_one_that_has_failed() -> None:
 
 
 def test_few_exchanges_and_the_same_run_again() -> None:
-    job, steering = steered(rate=0.1)
+    job, steering = steered(exchanges_per_step=0.1)
     job.run_for(200)
     late = between(steering, 100, 200)
     assert mean([choice.share for choice in late]) > 0.5  # each costs ten steps' bound
-    again, other = steered(rate=0.1)
+    again, other = steered(exchanges_per_step=0.1)
     again.run_for(200)
     assert repr(other.choices) == repr(steering.choices)
 
@@ -192,14 +195,19 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert units.fault("link,1,5s,10Mb/s") == Fault(5.0, "link", 1, (), MB)
     assert units.fault("share,1,5s,0.5") == Fault(5.0, "share", 1, (), 0.5)
     assert units.fault("bits,1,5s,4") == Fault(5.0, "bits", 1, (), 4.0)
-    plan = ["--super-learners", "4", "--model", "1M", "--minutes", "0.1", "--share", "auto"]
-    assert simulate.main(plan) == 0
+    plan = ["--super-learners", "4", "--model", "1M", "--minutes", "0.1", "--options"]
+    auto = [*plan, "exchange_share=auto"]
+    assert simulate.main(auto) == 0
     told = capsys.readouterr().out
-    assert "a share (at most 3.0% of a step) of the model" in told
+    assert "exchange_share=auto" in told
     assert "consensus decay" in told and "in theory" not in told  # that of a given share
-    assert simulate.main([*plan, "--wire", "auto"]) == 0
+    assert simulate.main([*auto, "wire_dtype=auto"]) == 0
     capsys.readouterr()
-    assert simulate.main([*plan, "--wire", "auto", "--share", "1"]) == 2
-    assert "Set --share auto too" in capsys.readouterr().err
-    assert simulate.main([*plan, "--max-overhead", "2"]) == 2
-    assert "max_overhead (--max-overhead) is 2" in capsys.readouterr().err
+    for options, message in (
+        ("wire_dtype=auto", "Set exchange_share=auto too"),
+        ("max_overhead=2", "bad value for max_overhead"),
+        ("max_overhead=x", "bad value for max_overhead"),
+        ("exchange_shar=auto", "unknown option exchange_shar .*exchange_share"),
+    ):
+        assert simulate.main([*plan, options]) == 2
+        assert re.search(message, capsys.readouterr().err)

@@ -14,6 +14,7 @@ from hvd_adpsgd_lab.simulation.planner import Cluster
 
 from hvd_adpsgd.strategies import Strategy, parse
 from hvd_adpsgd.theory import mixing, topology
+from tests.lab.clusters import changed
 
 STRATEGIES = ("fixed_ring", "random_ring:seed=3", "random_pairs:seed=3")
 SEEDS, CHUNKS = 40, 8
@@ -43,8 +44,9 @@ def fastest(strategy: Strategy, n: int) -> float:
 def run_freely(spec: str, n: int, seed: int, share: float = 1.0) -> tuple[float, float]:
     """Some 2 n models exchanged: how many, and the factor by which the squared disagreement shrank."""
     # steps of uneven length, models of 64 numbers, messages that take no time beside a step
-    how = {"chunks": CHUNKS, "seed": seed, "spread": 0.5, "share": share}
-    cluster = Cluster(n, 1e5, 0.35, 1.25e9, 50e-6, spec, **how)
+    how = {"chunks": CHUNKS, "seed": seed, "spread": 0.5}
+    cluster = Cluster(n, 1e5, 0.35, 1.25e9, 50e-6, **how)  # type: ignore[arg-type]
+    cluster = changed(cluster, averaging=spec, exchange_share=share)
     job, _ = planner._job(cluster)
     job.run_for(0.5 * cluster.step_s)
     met, before = planner._distance(job, n)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hvd_adpsgd_lab import simulate
@@ -20,9 +21,10 @@ from hvd_adpsgd_lab.simulation.planner import (
 )
 
 from hvd_adpsgd.errors import ConfigError
+from tests.lab.clusters import changed
 
 
-def fast(n: int, **changes: object) -> Cluster:
+def fast(n: int, **changes: Any) -> Cluster:
     """Messages take no time beside a step."""
     fields = {
         "parameters": 1e5,
@@ -31,7 +33,7 @@ def fast(n: int, **changes: object) -> Cluster:
         "latency_s": 50e-6,
         "minutes": 0.25,
     }
-    return Cluster(super_learners=n, **{**fields, **changes})  # type: ignore[arg-type]
+    return changed(Cluster(super_learners=n, **fields), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [16, 64, 256])
@@ -46,7 +48,7 @@ def test_random_pairs_decay_as_in_theory(n: int) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.25, 1 / 16])
 def test_a_byte_of_a_share_brings_models_together_as_one_of_whole_exchanges(share: float) -> None:
     n = 64
-    whole, outcome = plan(fast(n)), plan(fast(n, share=share))
+    whole, outcome = plan(fast(n)), plan(fast(n, exchange_share=share))
     low, high = theoretical_decay(n, share)  # type: ignore[misc]
     assert outcome.decay is not None
     assert 0.95 * low <= outcome.decay <= 1.05 * high
@@ -55,22 +57,22 @@ def test_a_byte_of_a_share_brings_models_together_as_one_of_whole_exchanges(shar
 
 
 def test_16_bits_on_the_wire_are_half_of_the_bytes() -> None:
-    whole, half = plan(fast(8)), plan(fast(8, wire="bfloat16"))
+    whole, half = plan(fast(8)), plan(fast(8, wire_dtype="bfloat16"))
     assert half.bytes_per_s[0] == pytest.approx(whole.bytes_per_s[0] / 2, rel=0.02)
     assert half.decay is None
-    sums = {"strategy": "periodic_averaging:period=2"}  # of all bits
-    assert plan(fast(8, wire="bfloat16", **sums)).bytes_per_s == pytest.approx(
+    sums = {"averaging": "periodic_averaging:period=2"}  # of all bits
+    assert plan(fast(8, wire_dtype="bfloat16", **sums)).bytes_per_s == pytest.approx(
         plan(fast(8, **sums)).bytes_per_s, rel=0.02
     )
-    with pytest.raises(ConfigError, match=r"wire \(--wire\) is 'int3', allowed are float16"):
-        fast(8, wire="int3")
+    with pytest.raises(ConfigError, match=r"wire_dtype is 'int3', allowed is str float32"):
+        fast(8, wire_dtype="int3")
 
 
 def test_gossip_waits_for_no_slow_one_and_periodic_averaging_does() -> None:
     slow = {"slow": 1, "slow_factor": 5.0}
     gossip = plan(fast(8, **slow))
     assert gossip.steps_kept == pytest.approx((7 + 1 / 5) / 8, abs=0.02)
-    means = plan(fast(8, strategy="periodic_averaging:period=2", **slow))
+    means = plan(fast(8, averaging="periodic_averaging:period=2", **slow))
     assert means.steps_kept == pytest.approx(1 / 5, abs=0.05)
 
 
@@ -96,7 +98,7 @@ def test_no_more_is_sent_than_the_link_carries(changes: dict[str, float]) -> Non
 
 def test_synchronous_training_is_not_planned_as_if_nobody_waited() -> None:
     with pytest.raises(ConfigError, match="the line 'synchronous'"):
-        fast(8, strategy="synchronous")
+        fast(8, averaging="synchronous")
 
 
 def test_who_fails_stops_and_the_others_go_on() -> None:
@@ -182,9 +184,9 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         "--random-seed -1",
         "--random-seed 100000000000000000000",
         *(f"--minutes {value}" for value in ("nan", "0", "-1", "inf")),
-        *(f"--rate {value}" for value in ("nan", "0", "-1", "inf")),
-        *(f"--share {value}" for value in ("nan", "0", "-1", "2")),
-        "--max-staleness -1",
+        *(f"--options exchanges_per_step={value}" for value in ("nan", "0", "-1", "inf")),
+        *(f"--options exchange_share={value}" for value in ("nan", "0", "-1", "2")),
+        "--options max_staleness=-1",
     ],
 )
 def test_a_number_out_of_its_bound_is_refused(
@@ -193,7 +195,8 @@ def test_a_number_out_of_its_bound_is_refused(
     assert simulate.main(["--super-learners", "4", *arguments.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert arguments.split()[0] in printed.err and "allowed is a" in printed.err
+    assert arguments.split()[-1].split("=")[0] in printed.err or arguments.split()[0] in printed.err
+    assert "allowed is" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hvd_adpsgd_lab.simulation.planner import Cluster, allreduce_s, job_of, plan
 from hvd_adpsgd_lab.simulation.scenario import Scenario, run
 
 from hvd_adpsgd.errors import ConfigError
+from tests.lab.clusters import changed
 from tests.theorems import asking
 
 MEGABIT = 1e6 / 8
@@ -33,6 +34,10 @@ UNEQUAL = Cluster(
 def test_the_promises_hold() -> None:
     for seed in range(500):
         run(replace(Scenario.random(seed), prefer=0.9))
+
+
+def preferring(cluster: Cluster, prefer: float) -> Cluster:
+    return changed(cluster, averaging=f"random_pairs:prefer_fast={prefer}")
 
 
 def exchanges(cluster: Cluster, seconds: float) -> np.ndarray:
@@ -57,12 +62,12 @@ def share_of_slow(cluster: Cluster, seconds: float = 1000.0) -> float:
 
 def test_slow_links_are_used_as_rarely_as_in_theory_and_still_used() -> None:
     """Exchanges are so few that no peer is busy: every ask is answered with YES."""
-    cluster = replace(UNEQUAL, rate=0.02, bytes_per_s=4e9, latency_s=1e-5)
+    cluster = changed(UNEQUAL, exchanges_per_step=0.02, bytes_per_s=4e9, latency_s=1e-5)
     fast, slow = 1.0, cluster.slow_links_factor
     seconds = np.where(cluster.slowness > 1, slow, fast)
     for prefer in (0.0, 0.5, 0.9):
         expected = asking(seconds, prefer)
-        found = share_of_slow(replace(cluster, prefer=prefer))
+        found = share_of_slow(preferring(cluster, prefer))
         assert found == pytest.approx(expected[cluster.slowness > 1].sum() / 16, abs=0.03)
         assert found > 0
 
@@ -80,7 +85,7 @@ def test_unequal_links_consensus_per_second(links: dict[str, Any]) -> None:
     ratios = []
     for seed in range(4):
         cluster = replace(UNEQUAL, minutes=1.5, seed=seed, **links)
-        uniform, fast = plan(cluster), plan(replace(cluster, prefer=0.95))
+        uniform, fast = plan(cluster), plan(preferring(cluster, 0.95))
         assert uniform.decay_per_s is not None
         assert fast.decay_per_s is not None
         assert fast.steps_kept == pytest.approx(uniform.steps_kept, abs=0.01)
@@ -90,7 +95,7 @@ def test_unequal_links_consensus_per_second(links: dict[str, Any]) -> None:
 
 def test_racks_stay_connected() -> None:
     racks = replace(UNEQUAL, slow_links=0.0, racks=2, racks_factor=10.0, minutes=1.5)
-    assert 0.1 < share_of_slow(replace(racks, prefer=0.95), 200) < share_of_slow(racks, 200)
+    assert 0.1 < share_of_slow(preferring(racks, 0.95), 200) < share_of_slow(racks, 200)
 
 
 # ---- slow links of a plan
@@ -128,12 +133,6 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"prefer": 0.99}, r"prefer \(--prefer-fast-peers\) is 0\.99, allowed is .* to 0\.95"),
-        ({"prefer": 0.9, "strategy": "fixed_ring"}, "works with random_pairs and random_ring only"),
-        (
-            {"prefer": 0.9, "strategy": "gossip_pga+random_pairs"},
-            "works with random_pairs and random_ring only",
-        ),
         ({"slow_links": 1.5}, r"slow_links \(--slow-links\) is 1\.5"),
         ({"slow_links": 0.001}, "which is no pair of 16 super learners"),
         ({"racks": 17, "racks_factor": 2.0}, r"racks \(--racks\) is 17"),
@@ -147,10 +146,10 @@ def test_what_would_be_ignored_is_refused(changes: dict[str, Any], told: str) ->
 
 def test_the_command_tells_of_slow_links(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--super-learners 6 --model 1M --step 100ms --network 80Mb/s,100us --minutes 0.5"
-    words += " --slow-links 0.25x10 --racks 2x5 --prefer-fast-peers 0.9"
+    words += " --slow-links 0.25x10 --racks 2x5 --strategy random_pairs:prefer_fast=0.9"
     assert simulate.main(words.split()) == 0
     told = capsys.readouterr().out
     assert "25% of the pairs 10 times slower, 5 times slower between 2 racks" in told
-    assert "random_pairs, fast peers preferred by 0.9" in told
+    assert "averaging=random_pairs:prefer_fast=0.9" in told
     assert "per second, squared distance" in told
     assert "in theory" not in told  # of uniform pairs

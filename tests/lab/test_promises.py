@@ -10,14 +10,16 @@ from hvd_adpsgd_lab.simulation.campaign import IMPOSSIBLE, run_block
 from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.faults import FAULTS
 from hvd_adpsgd_lab.simulation.scenario import (
+    DEFAULTS,
     STRATEGIES,
-    WIRES,
     Fault,
     Learner,
     Scenario,
     digest,
     run,
 )
+
+from hvd_adpsgd.formats import AUTO, BY_NAME, OWN, first_format
 
 SEEDS = range(1000)
 BLOCK = 500
@@ -43,14 +45,14 @@ def test_no_seed_breaks_a_promise(first: int) -> None:
 
 def test_seeds_draw_every_option() -> None:
     all_of_them = [Scenario.random(seed) for seed in range(400)]
-    assert {s.wire for s in all_of_them} == set(WIRES)
+    assert {s.config.wire_dtype for s in all_of_them} == {None, AUTO, *BY_NAME} - {OWN.name}
     assert (
         {s.copy_every for s in all_of_them} == {1, 2, 4, 8} == {s.rare_period for s in all_of_them}
     )
     assert {s.prefer for s in all_of_them} == {0.0, 0.5, 0.95}
-    assert all(s.share < 1 for s in all_of_them if s.copy_every > 1 or s.aims)
+    assert all(s.config.first_share < 1 for s in all_of_them if s.copy_every > 1 or s.aims)
     assert {s.aims for s in all_of_them} == {False, True}
-    few = [s for s in all_of_them if WIRES[s.wire] >= WIRES["int8"]]
+    few = [s for s in all_of_them if first_format(s.config.wire_dtype).is_coded]
     assert any(not s.hosts for s in few) and any(s.hosts[:4] == (0, 0, 1, 1) for s in few)
     values = {(fault.kind, fault.value) for s in all_of_them for fault in s.faults}
     assert {("bits", bits) for bits in (0, 4, 8)} <= values
@@ -84,26 +86,27 @@ def test_a_scenario_that_has_shown_a_fault(name: str) -> None:
     run(Scenario.from_json((Path(__file__).parent / "found" / f"{name}.json").read_text()))
 
 
-def drawn(seed: int, **changes: object) -> Scenario:
-    """The scenario of a seed, in which nobody chooses bits."""
+def drawn(seed: int, wire: str | None, **changes: object) -> Scenario:
+    """The scenario of a seed with another wire_dtype, in which nobody chooses bits."""
     scenario = Scenario.random(seed)
     faults = tuple(fault for fault in scenario.faults if fault.kind != "bits")
-    return replace(scenario, faults=faults, **changes)  # type: ignore[arg-type]
+    scenario = replace(scenario, faults=faults, **changes)  # type: ignore[arg-type]
+    return scenario.with_options(wire_dtype=wire)
 
 
 @pytest.mark.parametrize("wire", [pytest.param("int8", marks=pytest.mark.extended), "int4"])
 def test_few_bits_keep_the_promises(wire: str) -> None:
     """Between hosts, where messages carry differences; whatever these are, both sides merge the same."""
     for seed in range(200):
-        run(drawn(seed, wire=wire, hosts=(), shown=False))
+        run(drawn(seed, wire, hosts=(), shown=False))
     for seed in range(20):  # several blocks of a chunk
-        run(drawn(seed, wire=wire, hosts=(), shown=False, elements=600))
+        run(drawn(seed, wire, hosts=(), shown=False, elements=600))
 
 
 def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:
     """The sum of all models moves by local updates only, as in float32; a unit in the last place is 1/16."""
     for seed in range(100):
-        run(drawn(seed, dtype="float16", wire=""))
+        run(drawn(seed, None, dtype="float16"))
 
 
 def test_a_large_chunk_on_a_slow_link_is_no_silence() -> None:
@@ -112,13 +115,12 @@ def test_a_large_chunk_on_a_slow_link_is_no_silence() -> None:
     job = run(
         Scenario(
             seed=1,
-            strategy="random_pairs",
+            config=DEFAULTS,
             steps=20,
             chunks=1,
             later=0,
             elements=10_000,
             dtype="float64",
-            wire="",
             latency_s=1e-4,
             jitter=0.0,
             late=0.0,
@@ -138,13 +140,12 @@ def four(join: int, *faults: Fault) -> Scenario:
     learner = Learner(rate=1.0, step_s=1e-3, spread=0.1, node_s=0.0, deadline_s=0.5)
     return Scenario(
         seed=7,
-        strategy="random_pairs",
+        config=DEFAULTS,
         steps=30,
         chunks=3,
         later=0,
         elements=2,
         dtype="float64",
-        wire="",
         detect_s=0.01,
         leave_deadline_s=1.0,
         learners=(learner,) * 4,
@@ -188,7 +189,9 @@ def test_replacements_and_faults_break_no_promise(seed: int) -> None:
         c = Chance(i)
         scenario = Scenario.random(i)
         if not any(fault.kind == "join" for fault in scenario.faults):
-            scenario = replace(four(4), seed=i, strategy=c.choose(("random_pairs", "fixed_ring")))
+            scenario = replace(four(4), seed=i).with_options(
+                averaging=c.choose(("random_pairs", "fixed_ring"))
+            )
         step_s = max(learner.step_s for learner in scenario.learners)
         faults = list(scenario.faults)
         for _ in range(c.integer(1, 4)):
@@ -258,7 +261,7 @@ def test_nobody_comes_in_place_of_one_that_lives() -> None:
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "4c0a8b4e280f8527"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "f0a477c57e86b6c4"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hvd_adpsgd_lab.simulation.planner import Cluster, job_of
-from hvd_adpsgd_lab.simulation.scenario import Learner, Scenario, run
+from hvd_adpsgd_lab.simulation.scenario import DEFAULTS, Learner, Scenario, run
 
 MERGED, OVER = re.compile(r"merges chunk (\d+) with"), re.compile(r"exchange \d+ with \d+ is over")
 
@@ -34,13 +34,12 @@ def exchanges(
     learner = Learner(rate=1.0, step_s=0.1, spread=0.1, node_s=0.0, deadline_s=5.0)
     scenario = Scenario(
         seed=1,
-        strategy=strategy,
+        config=DEFAULTS.replace(averaging=strategy, exchange_share=share),
         steps=steps,
         chunks=chunks,
         later=0,
         elements=4,
         dtype="float64",
-        wire="",
         latency_s=1e-3,
         jitter=0.1,
         late=0.0,
@@ -49,7 +48,6 @@ def exchanges(
         detect_s=1.0,
         leave_deadline_s=5.0,
         learners=(learner,) * n,
-        share=share,
         rare_period=period,
     )
     found: list[list[int]] = [[]]

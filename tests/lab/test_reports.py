@@ -11,6 +11,7 @@ from hvd_adpsgd_lab.simulation.job import Job
 from hvd_adpsgd_lab.simulation.network import Network
 from hvd_adpsgd_lab.simulation.scenario import Scenario, run
 
+from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.watching.reports import REPORT_NBYTES
 
 BLOCK = 50
@@ -42,14 +43,19 @@ def test_no_seed_breaks_a_promise_with_reports(first: int) -> None:
     assert told > 10 * BLOCK
 
 
+def options(rate: float, leave_deadline_s: float, report_s: float) -> EngineOptions:
+    times = {"deadline_s": 1.0, "leave_deadline_s": leave_deadline_s, "report_s": report_s}
+    return EngineOptions(0.5, rate, **times)  # type: ignore[arg-type]
+
+
 def gossip(n: int, seconds: float) -> Job:
     """So many engines that step ten times per second and report once."""
     network = Network(n, 1, 1e-4, 1.0, 1e9)
-    job = Job(network, 2, checks=False, reports_s=1.0)
+    job = Job(network, 2, checks=False)
     model = np.zeros((1, 1))
     for i in range(n):
         peers = [(i + k) % n for k in range(1, n)]
-        job.add(peers, 0.5, 0.1, False, model, 0, 1, -1, 8, 10**6, 0.1, 0.1, 0.0, 1.0, 1.0)
+        job.add(peers, options(0.1, 1.0, 1.0), model, 10**6, 0.1, 0.1)
     job.run_for(seconds)
     return job
 
@@ -80,9 +86,9 @@ def test_reports_cost_one_message_per_second() -> None:
 def test_reports_under_way_hold_nobody_who_leaves() -> None:
     """Nothing arrives at 1 from 0, which leaves: 2 takes its departure over."""
     network = Network(3, 1, 1e-4, 1.0, 1e9, eager=0.0)
-    job = Job(network, 2, checks=False, reports_s=0.1)
+    job = Job(network, 2, checks=False)
     for _ in range(3):
-        job.add([], 0.5, 0.0, False, np.zeros((1, 1)), 0, 1, -1, 8, 10**6, 0.1, 0.1, 0.0, 1.0, 20.0)
+        job.add([], options(0.0, 20.0, 0.1), np.zeros((1, 1)), 10**6, 0.1, 0.1)
     job.strike(0.0, "cut", 0, 1, 100.0)
     job.strike(2.0, "leave", 0)
     job.run_for(2.0)

@@ -13,6 +13,8 @@ from hvd_adpsgd_lab.simulation.job import Job
 from hvd_adpsgd_lab.simulation.network import Network
 from hvd_adpsgd_lab.simulation.scenario import schedules
 
+from hvd_adpsgd.engine.engine_options import EngineOptions
+
 CONTROL = 1  # channel, as in engine/wire.pxd
 BYE, NEWS, BYE_SEEN = 4, 5, 6
 
@@ -23,7 +25,7 @@ def leaving(n: int, steps: list[int]) -> tuple[Job, Network]:
     job = Job(network, 2)
     for count, schedule in zip(steps, schedules("random_pairs", n), strict=True):
         model = np.zeros((1, 1))
-        job.add(schedule, 0.5, 1.0, False, model, 0, 1, -1, 8, count, 1e-3, 0.1, 0.0, 5.0, 5.0)
+        job.add(schedule, EngineOptions(0.5, deadline_s=5.0), model, count, 1e-3, 0.1)
     return job, network
 
 

@@ -80,7 +80,7 @@ def test_a_trace_changes_nothing() -> None:
 
 def test_a_timeline_has_steps_and_exchanges(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    seed = next(i for i in range(100) if Scenario.random(i).strategy == "random_pairs")
+    seed = next(i for i in range(100) if Scenario.random(i).config.averaging == "random_pairs")
     assert simulate.main(["--seed", str(seed), "--timeline", str(path)]) == 0
     events = json.loads(path.read_text())
     steps = sum(run(Scenario.random(seed)).summary()["steps"])

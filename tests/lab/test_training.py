@@ -24,6 +24,7 @@ from torch import nn
 
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError
 from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
+from tests.lab.clusters import changed
 
 INPUTS, WIDTH = 5, 7
 
@@ -65,7 +66,7 @@ def cluster(n: int, **changes: Any) -> Cluster:
         "super_learners": n,
         "minutes": 1e6,
     }
-    return Cluster(**{**fields, **changes})  # type: ignore[arg-type]
+    return changed(Cluster(**fields), **changes)  # type: ignore[arg-type]
 
 
 def weights(model: nn.Module) -> torch.Tensor:
@@ -222,7 +223,7 @@ def test_the_sum_of_models_moves_by_local_updates_only(
     monkeypatch.setattr(SuperLearner, "update", recorded)
     n, tried = 5, task()
     run = EngineRun(Training(
-        tried, network(), cluster(n, strategy=strategy, spread=0.5), [],
+        tried, network(), cluster(n, averaging=strategy, spread=0.5), [],
         Budget(60 * n, 1e6, 3), lambda share: None,
     ))  # fmt: skip
     run.run()
@@ -338,7 +339,7 @@ def test_a_slow_link_slows_synchronous_training_by_the_all_reduce() -> None:
 def test_a_bound_on_staleness_makes_steps_wait() -> None:
     """On a link that carries an exchange in four steps."""
     thin = {"bytes_per_s": 500.0, "latency_s": 0.0, "spread": 0.0}
-    free, bound = (train(task(), cluster(4, max_staleness=k, **thin), steps=60) for k in (0, 2))
+    free, bound = (train(task(), cluster(4, max_staleness=k, **thin), steps=60) for k in (None, 2))
     assert free.staleness_99 > 2 >= bound.staleness_99
     assert bound.points[-1].time_s > 1.2 * free.points[-1].time_s
 
@@ -351,7 +352,7 @@ def test_16_bits_on_the_wire_are_fewer_bytes_and_round(dtype: torch.dtype, share
     tried = task(model=lambda: network().to(dtype), batches=of_dtype)
     fast = {"parameters": 1e6, "bytes_per_s": 1e12}
     whole, half = (
-        train(tried, cluster(3, wire=wire, **fast), steps=40) for wire in ("", "bfloat16")
+        train(tried, cluster(3, wire_dtype=wire, **fast), steps=40) for wire in (None, "bfloat16")
     )
     assert half.sent_bytes == pytest.approx(whole.sent_bytes * share, rel=0.1)
     assert half.digest != whole.digest
@@ -452,17 +453,17 @@ def test_a_super_learner_that_joins_has_the_mean_of_shared_moments() -> None:
 def test_moments_are_shared_unless_they_are_to_be_own() -> None:
     adamw = task(optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01))
     shared, again, own = (
-        train(adamw, cluster(4), steps=30, moments=moments) for moments in (None, "shared", "own")
+        train(adamw, cluster(4, moments=moments), steps=30) for moments in (None, "shared", "own")
     )
     assert shared.digest == again.digest != own.digest
     assert 1.2 * own.sent_bytes < shared.sent_bytes < 1.4 * own.sent_bytes
-    always = train(adamw, cluster(4), steps=30, moments_period=1)
+    always = train(adamw, cluster(4, moments_period=1), steps=30)
     assert 1.7 * own.sent_bytes < always.sent_bytes < 2.1 * own.sent_bytes
 
 
 def test_where_gradients_are_averaged_a_joining_super_learner_has_the_same_model() -> None:
     run = EngineRun(Training(
-        task(), network(), cluster(3, strategy="delayed_gradients"), [Fault(1.0, "join", 3)],
+        task(), network(), cluster(3, averaging="delayed_gradients"), [Fault(1.0, "join", 3)],
         Budget(90, 1e6, 1), lambda share: None,
     ))  # fmt: skip
     assert run.run().joined == 1
@@ -865,8 +866,8 @@ def drift(strategy: str, moments: str | None, **how: Any) -> float:
         optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.0),
         evaluate=lambda model: {"x": float(model.x.detach().mean())},
     )
-    job = cluster(8, chunks=64, **how)
-    done = train(quadratic, job, strategy=strategy, steps=300, moments=moments, points=2)
+    job = cluster(8, chunks=64, moments=moments, **how)
+    done = train(quadratic, job, strategy=strategy, steps=300, points=2)
     _, middle, last = (point.evaluation["x"] for point in done.points)
     return middle - last
 
@@ -876,6 +877,10 @@ def test_steps_on_a_noisy_quadratic_are_those_of_synchronous_training() -> None:
     synchronous = drift("synchronous", None)
     assert drift("random_pairs", "shared") == pytest.approx(synchronous, rel=0.1)
     # few products: of every 8th exchange, and of every 10th step
-    assert drift("random_pairs", "shared", share=1 / 8) == pytest.approx(synchronous, rel=0.1)
-    assert drift("random_pairs", "shared", rate=1 / 10) == pytest.approx(synchronous, rel=0.1)
+    assert drift("random_pairs", "shared", exchange_share=1 / 8) == pytest.approx(
+        synchronous, rel=0.1
+    )
+    assert drift("random_pairs", "shared", exchanges_per_step=1 / 10) == pytest.approx(
+        synchronous, rel=0.1
+    )
     assert drift("random_pairs", "own") == pytest.approx(synchronous / 8**0.5, rel=0.1)

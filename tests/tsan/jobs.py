@@ -29,6 +29,7 @@ from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.shared_memory import private_memory
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.wire import AnyWire
+from hvd_adpsgd.formats import CHOSEN
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.strategies.plan import AFTER, Rounds
 
@@ -149,7 +150,7 @@ class SuperLearner:
                 engine.resume()
             engine.report()
             if engine.config.chooses_bits:
-                engine.move_share(0.5, (0, 4, 8)[int(self.rng.integers(3))])
+                engine.move_share(0.5, CHOSEN[int(self.rng.integers(3))])
             engine.take_events()
             time.sleep(
                 1e-4 * self.rng.integers(4)

@@ -15,13 +15,11 @@ WINDOWS = 80
 
 def windows_of(aims: bool) -> tuple[list[int], dict, dict]:
     """The first of two engines asks: the chunks of its windows; its counters, and the other one's."""
-    pair = [Member(rank, ELEMENTS, rate=0.0) for rank in (0, 1)]
+    pair = [Member(rank, ELEMENTS, rate=0.0, aims=aims) for rank in (0, 1)]
     asks, moved = pair[0], []
     chunks = asks.chunks
     for member in pair:
         member.loop.move_share(1 / chunks)
-        if aims:
-            member.loop.aim()
         member.loop.start()
     ends = time.monotonic() + DEADLINE_S
     while len(moved) < WINDOWS:

@@ -1,4 +1,4 @@
-"""If the two sides of an exchange want different bits per element, both use the fewer ones."""
+"""If the two sides of an exchange want different formats, both use the one of fewer bits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import pytest
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.layout import WIRE_CODES
+from hvd_adpsgd.formats import BY_NAME, CHOSEN, FORMATS, Format
 from tests.members import DEADLINE_S, Member, come_to_rest, connect_all
 
 ELEMENTS = 8 * 1024
 EXCHANGES = 40  # one of 16 offers has 16 bits, and the first ones
 
 
+CODES = {each.bits: each.code for each in CHOSEN}
+
+
 def bytes_of(bits: tuple[int, int]) -> list[float]:
     """Bytes that each of two engines sends per exchange, in models; the mean of the two stays the same."""
-    pair = [Member(rank, ELEMENTS, rate=0.0, wire=WIRE_CODES["auto"]) for rank in (0, 1)]
+    pair = [Member(rank, ELEMENTS, rate=0.0, chooses_format=True) for rank in (0, 1)]
     mean = sum(member.model.state() for member in pair) / 2
     for member, wanted in zip(pair, bits, strict=True):
-        member.loop.use_bits(wanted)
+        member.loop.use_format(CODES[wanted])
         member.loop.start()
     ends, done = time.monotonic() + DEADLINE_S, [0, 0]
     while sum(done) < EXCHANGES:
@@ -54,23 +57,25 @@ def test_the_leader_chooses_only_where_it_may(wire: str) -> None:
     told: list[int] = []
     engine = Engine.__new__(Engine)
     engine.config = Config(wire_dtype=wire, exchange_share="auto")
-    engine.loop = cast(Any, SimpleNamespace(move_share=lambda share: None, use_bits=told.append))
+    engine.loop = cast(Any, SimpleNamespace(move_share=lambda share: None, use_format=told.append))
     engine._moves = lambda share: None  # type: ignore[method-assign]
-    engine.move_share(0.5, 4)
-    assert told == ([4] if wire == "auto" else [])
+    engine.move_share(0.5, BY_NAME["int4"])
+    assert told == ([BY_NAME["int4"].code] if wire == "auto" else [])
 
 
-@pytest.mark.parametrize("bits", [-1, 1, 16, 32])
-def test_bits_that_no_exchange_has(bits: int) -> None:
-    member = Member(0, wire=WIRE_CODES["auto"])
-    with pytest.raises(ValueError, match="allowed are 0, 4 and 8"):
-        member.loop.use_bits(bits)
+@pytest.mark.parametrize("wire_format", [-2, 0, 2, 6, 99])
+def test_a_format_that_no_exchange_chooses(wire_format: int) -> None:
+    member = Member(0, chooses_format=True)
+    with pytest.raises(ValueError, match=f"cannot have the format {wire_format}"):
+        member.loop.use_format(wire_format)
     member.wire.close()
 
 
-def test_a_wire_of_all_bits_has_no_few_ones() -> None:
-    member = Member(0)
-    member.loop.use_bits(0)
-    with pytest.raises(ValueError, match="0 if the wire has no few bits"):
-        member.loop.use_bits(8)
+@pytest.mark.parametrize("own", FORMATS)
+def test_a_fixed_format_does_not_change(own: Format) -> None:
+    member = Member(0, wire_format=own.code)
+    member.loop.use_format(own.code)
+    for other in {*FORMATS} - {own}:
+        with pytest.raises(ValueError, match="cannot have the format"):
+            member.loop.use_format(other.code)
     member.wire.close()

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_adpsgd.formats import BY_NAME
 from tests.elements import decode, encode
 from tests.shown import Shown
 
 BITS = (8, 4)
+CODES = {8: BY_NAME["int8"].code, 4: BY_NAME["int4"].code}
 REFRESH = 16  # of store.pxd: one of so many offers has 16 bits
 
 
@@ -22,13 +24,13 @@ def side(values: np.ndarray, dtype: str = "float32") -> Shown:
 def exchange(a: Shown, b: Shown, bits: int, weight: float = 0.5) -> tuple[int, float]:
     """`a` offers its chunk, `b` answers. Returns the bytes each way, 0 if nothing was merged; the square."""
     offer, answer = (np.zeros(8 * len(a.model) + 64, np.uint8) for _ in range(2))
-    nbytes = a.memory.store.offer(0, bits, offer)
+    nbytes = a.memory.store.offer(0, CODES[bits], offer)
     if nbytes == 0:
         return 0, 0.0
-    answered, square = b.memory.store.answer(0, bits, weight, offer[:nbytes], answer)
+    answered, square = b.memory.store.answer(0, CODES[bits], weight, offer[:nbytes], answer)
     if answered:
         assert answered == nbytes
-        assert a.memory.store.merge_answer(0, bits, weight, answer[:nbytes]) == square
+        assert a.memory.store.merge_answer(0, CODES[bits], weight, answer[:nbytes]) == square
     return answered, square
 
 
@@ -100,11 +102,11 @@ def test_the_sum_moves_by_local_updates_only(
 
 @pytest.mark.parametrize("bits", BITS)
 def test_bytes(bits: int) -> None:
-    """Two bytes for each of 256 elements, then the codes; the first offer, and one of 16, have 16 bits."""
+    """Two bytes, two for each 256 elements, then codes; the first offer, and one of 16, have 16 bits."""
     n = 5000
     a, b = pair(n, "float32", 0.01)
     found = [exchange(a, b, bits)[0] for _ in range(2 * REFRESH + 1)]
-    steps = 2 * -(-n // 256)
+    steps = 2 + 2 * -(-n // 256)
     assert set(found) == {steps + 2 * n, steps + n * bits // 8}
     assert [i for i, nbytes in enumerate(found) if nbytes > 2 * n] == [0, REFRESH, 2 * REFRESH]
 
@@ -248,13 +250,13 @@ def test_a_garbled_message_merges_nothing_infinite(bits: int, dtype: str, step: 
         for _ in range(asks):
             exchange(a, b, bits)
         before = a.state(), b.state()
-        nbytes = a.memory.store.offer(0, bits, message)
-        message[:4].view(np.uint16)[:] = step
-        b.memory.store.answer(0, bits, 0.5, message[:nbytes], answer)
+        nbytes = a.memory.store.offer(0, CODES[bits], message)
+        message[2:6].view(np.uint16)[:] = step
+        b.memory.store.answer(0, CODES[bits], 0.5, message[:nbytes], answer)
         assert np.isfinite(b.state()).all()
-        answer[:4].view(np.uint16)[:] = step
-        answer[4:nbytes] = np.full(nbytes, 0x77, np.uint8)[4:]
-        a.memory.store.merge_answer(0, bits, 0.5, answer[:nbytes])
+        answer[2:6].view(np.uint16)[:] = step
+        answer[6:nbytes] = np.full(nbytes, 0x77, np.uint8)[6:]
+        a.memory.store.merge_answer(0, CODES[bits], 0.5, answer[:nbytes])
         a.apply()
         assert np.isfinite(a.state()).all()
         if step and dtype == "float32":

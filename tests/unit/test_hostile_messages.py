@@ -14,14 +14,15 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.layout import WIRE_CODES
 from hvd_adpsgd.engine.wire_tcp import TcpWire
+from hvd_adpsgd.formats import FORMATS, OWN, Format
 from tests.hostile import mutated
 from tests.members import MEMBERS, WEIGHT, Member
 
@@ -65,8 +66,8 @@ class Ear:
 class Job:
     """Both engines, and what the broken member reads and writes."""
 
-    def __init__(self, period: int = 1, wire: int = -1) -> None:
-        self.members = [Member(rank, period=period, wire=wire) for rank in (0, 1)]
+    def __init__(self, period: int = 1, **options: Any) -> None:
+        self.members = [Member(rank, period=period, **options) for rank in (0, 1)]
         self.ears: list[Ear] = []
         self.is_gone = False
         mine, theirs = socket.socketpair()
@@ -143,7 +144,7 @@ def templates(member: Member, draw: random.Random) -> bytes:
         0,
         draw.randint(0, count),
         draw.randint(0, 1),
-        draw.choice((0, 4, 8)),
+        draw.choice(FORMATS).code,
         member.fingerprint,
         WEIGHT,
         0,
@@ -232,7 +233,19 @@ def test_a_yes_with_a_longer_window_than_a_round_is_ignored() -> None:
         turn = engine.chunks - rare + -(-rare // 3)
         assert turn < engine.chunks
         for malformed, window in enumerate((turn, turn + 1)):
-            head = (YES, 2**29, engine.chunks, 0, 0, window, 0, 0, engine.fingerprint, WEIGHT, 0)
+            head = (
+                YES,
+                2**29,
+                engine.chunks,
+                0,
+                0,
+                window,
+                0,
+                OWN.code,
+                engine.fingerprint,
+                WEIGHT,
+                0,
+            )
             job.send(CONTROL, MESSAGE.pack(*head))
             job.settle(malformed + 1)
             assert engine.loop.malformed()[0] == malformed
@@ -307,20 +320,23 @@ def test_bytes_that_are_no_frames_end_the_connection_alone() -> None:
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -0.5, 2.0])
 def test_a_weight_that_no_strategy_has_is_ignored(job: Job, weight: float) -> None:
     engine = job.members[0]
-    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, 0, engine.fingerprint, weight, 0))
+    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, OWN.code, engine.fingerprint, weight, 0))
     job.until(lambda: engine.loop.malformed()[0] == 1)
     assert engine.loop.fault()[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("wire", "bits"),
-    [(-1, 4), (-1, 8), *((WIRE_CODES["auto"], bits) for bits in (-8, 1, 5, 16, 10**6))],
+    ("own", "asked"),
+    [
+        *((own, other.code) for own in FORMATS for other in {*FORMATS} - {own}),
+        *((None, wire_format) for wire_format in (-2, 0, 2, 3, 6, 10**6)),  # 6: of offers only
+    ],
 )
-def test_bits_that_an_engine_cannot_have_are_ignored(wire: int, bits: int) -> None:
-    """Its buffers are made for those that it can have."""
-    job = Job(wire=wire)
+def test_a_format_that_an_engine_cannot_have_is_ignored(own: Format | None, asked: int) -> None:
+    """Its buffers are made for those that it can have: one, or those that it may choose."""
+    job = Job(chooses_format=True) if own is None else Job(wire_format=own.code)
     engine = job.members[0]
-    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, bits, engine.fingerprint, WEIGHT, 0))
+    job.send(CONTROL, MESSAGE.pack(ASK, 1, 1, 0, 0, 1, 0, asked, engine.fingerprint, WEIGHT, 0))
     job.until(lambda: engine.loop.malformed()[0] == 1)
     assert engine.loop.fault()[0] == 0
     job.end()
@@ -356,7 +372,19 @@ def test_an_engine_that_ends_in_the_middle_frees_all_when_its_connections_are_cl
     engine = job.members[0]
     if left == "an exchange":
         job.turn()
-        ask = (ASK, 1, engine.chunks, 0, 0, engine.chunks, 0, 0, engine.fingerprint, WEIGHT, 0)
+        ask = (
+            ASK,
+            1,
+            engine.chunks,
+            0,
+            0,
+            engine.chunks,
+            0,
+            OWN.code,
+            engine.fingerprint,
+            WEIGHT,
+            0,
+        )
         job.send(CONTROL, MESSAGE.pack(*ask))
         job.until(lambda: any(x["peer"] == BROKEN for x in engine.loop.under_way()))
     else:

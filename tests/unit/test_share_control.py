@@ -14,6 +14,7 @@ import pytest
 from hvd_adpsgd.config import FIRST_SHARE, Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters
+from hvd_adpsgd.formats import BY_NAME, OWN, Format
 from hvd_adpsgd.strategies.share_control import FLOOR, LINK, ShareControl, Spent
 from hvd_adpsgd.training.auto_share import AutoShare, Used, cost_s
 
@@ -78,7 +79,7 @@ class Plant:
                 self.credit -= 1
                 noise = math.exp(self.noise * self.draw.gauss(0, 1))
                 share = min(self.control.share, self.peers)
-                bits = 0 if self.on_host else self.control.bits
+                bits = 0 if self.on_host else self.control.wire_format.bits
                 dearer = self.few_cost if bits else 1.0
                 cost += noise * (self.fixed_s + dearer * self.model_s * share)
                 least = self.few_s * self.bytes_per_s if bits else 0.0
@@ -106,7 +107,7 @@ class Plant:
             self.control.decide(self.spent)
             if self.control.decisions > made:
                 self.shares.append(self.control.share)
-                self.widths.append(self.control.bits)
+                self.widths.append(self.control.wire_format.bits)
 
 
 def mean(values: list[float]) -> float:
@@ -305,7 +306,7 @@ def test_bits_are_neither_tried_nor_kept_while_nothing_is_merged() -> None:
         nonlocal steps, models
         steps, models = steps + 8, models + moved
         control.decide(Spent(steps, 0.1 * steps, 0.0, 0.1 * steps, 0.1 * steps, steps, models))
-        return control.bits
+        return control.wire_format.bits
 
     assert [decide(0.0) for _ in range(8)] == [0] * 8
     assert decide(1.0) == 8, "not on trial"
@@ -322,7 +323,7 @@ def test_models_of_the_host_are_no_gain_of_few_bits() -> None:
         more = Spent(8, 0.8, 0.0, 0.8, 0.8, 8, 1.0 + shared, shared=shared)
         spent = Spent(*map(sum, zip(spent, more, strict=True)))
         control.decide(spent)
-        return control.bits
+        return control.wire_format.bits
 
     while decide(1.0) == 0:
         assert spent.steps < 200, "no trial"
@@ -333,10 +334,10 @@ def test_models_of_the_host_are_no_gain_of_few_bits() -> None:
 def test_a_peer_that_wants_less_is_no_reason_for_few_bits() -> None:
     plant = Plant(nbytes=1e7, model_s=1e-6, bits=True, bytes_per_s=MB)  # less than the link's use
     plant.steps(400)
-    assert plant.control.bits == 4
+    assert plant.control.wire_format.bits == 4
     plant.bytes_per_s, plant.peers = GB, 1 / 16
     plant.steps(400)
-    assert plant.control.bits == 0
+    assert plant.control.wire_format.bits == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -347,7 +348,7 @@ def test_what_fewer_bits_are_compared_with_is_of_the_slow_link(seed: int, after:
     plant.steps(400 + after)
     plant.bytes_per_s = MB
     plant.steps(160)
-    assert plant.control.bits == 4
+    assert plant.control.wire_format.bits == 4
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -356,10 +357,10 @@ def test_a_slow_moment_is_forgotten(seed: int) -> None:
     plant.steps(400)
     plant.bytes_per_s /= 20
     plant.steps(160)
-    assert plant.control.bits > 0
+    assert plant.control.wire_format.bits > 0
     plant.bytes_per_s *= 20
     plant.steps(400)
-    assert plant.control.bits == 0
+    assert plant.control.wire_format.bits == 0
 
 
 def test_the_leader_tells_its_engine() -> None:
@@ -373,8 +374,8 @@ def test_the_leader_tells_its_engine() -> None:
     counters, engine = Counters(lambda: clock[0]), FakeEngine()
     auto = AutoShare(Config(exchange_share="auto", wire_dtype="auto"), 1, lambda: 0.0)
     trained(auto, engine, counters, tick, 100)
-    assert 8 in engine.bits  # on trial: here the link stays as full
-    assert engine.bits[-1] == auto.bits == 0
+    assert BY_NAME["int8"] in engine.formats  # on trial: here the link stays as full
+    assert engine.formats[-1] == auto.wire_format == OWN
 
 
 def test_an_overhead_takes_no_bits() -> None:
@@ -413,7 +414,7 @@ class FakeEngine:
 
     def __init__(self, chunks: int = 64):
         self.shares: list[float] = []
-        self.bits: list[int] = []
+        self.formats: list[Format] = []
         self.found = dict.fromkeys(
             ("chunks", "exchanges_active", "exchanges_passive", "compared", "bytes_shared"), 0
         ) | {"busy_s": 0.0, "link_s": 0.0, "square": 0.0}
@@ -425,9 +426,9 @@ class FakeEngine:
     def counters(self) -> dict[str, float]:
         return self.found
 
-    def move_share(self, share: float, bits: int) -> None:
+    def move_share(self, share: float, wire_format: Format) -> None:
         self.shares.append(share)
-        self.bits.append(bits)
+        self.formats.append(wire_format)
 
 
 def trained(
@@ -459,7 +460,7 @@ def test_a_leader_chooses_and_an_evaluation_does_not_count() -> None:
     counters, engine = Counters(lambda: clock[0]), FakeEngine()
     # training keeps all cores busy
     auto = AutoShare(Config(exchange_share="auto"), 1, lambda: 1000 * clock[0])
-    assert (auto.bits, Config(exchange_share="auto").chooses_bits) == (0, False)
+    assert (auto.wire_format, Config(exchange_share="auto").chooses_bits) == (OWN, False)
     trained(auto, engine, counters, tick, 400)
     assert engine.shares[0] == FIRST_SHARE and engine.shares[-1] == auto.share
     before, made = auto.share, auto.decisions

@@ -8,7 +8,9 @@ sending or receiving while it leaves may be lost."""
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from hvd_adpsgd.engine.codes cimport adpsgd_codes_bits
 from hvd_adpsgd.engine.core cimport *
+from hvd_adpsgd.engine.kernels cimport ADPSGD_INT16, ADPSGD_OWN
 from hvd_adpsgd.engine.membership cimport LEFT, departed_nbytes
 from hvd_adpsgd.engine.mailbox cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, store
 from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
@@ -85,7 +87,7 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
         return False
     if not 0 <= m.window <= m.nchunks or not 0 <= m.aimed <= 1:
         return False
-    if m.bits and (not e.pairs.few or m.bits != 4 and m.bits != 8):
+    if (m.kind == ASK or m.kind == YES) and not may_have(&e.pairs, m.wire_format):
         return False
     if m.kind == REPORT:
         return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)
@@ -97,6 +99,13 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
             m.nchunks > generation(e).nchunks or m.window > layout_of(e, m.nchunks).turn):
         return False
     return ASK <= m.kind <= CUT_SEEN and behind == 0
+
+
+cdef bint may_have(Pairs* p, int wire_format) noexcept nogil:
+    """Whether exchanges of this engine may have a format."""
+    if not p.chooses_format:
+        return wire_format == p.wire_format
+    return wire_format == ADPSGD_OWN or wire_format != ADPSGD_INT16 and adpsgd_codes_bits(wire_format) != 0
 
 
 cdef void note_malformed(Core* e, int peer) noexcept nogil:
@@ -131,7 +140,8 @@ cdef Message* written(Core* e, Message* message, Kind kind, int exchange, int nc
     message.exchange = exchange
     message.nchunks = nchunks
     message.first = 0
-    message.window = message.aimed = message.bits = 0
+    message.window = message.aimed = 0
+    message.wire_format = ADPSGD_OWN
     message.generation = <int>named
     message.fingerprint = e.generations[named].fingerprint
     message.weight = e.pairs.weight
@@ -170,7 +180,7 @@ cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, in
     if letter == NULL:
         return
     message = written(e, <Message*>(letter + 1), kind, x.number, nchunks, generation)
-    message.first, message.window, message.aimed, message.bits = x.first, window, x.aimed, x.bits
+    message.first, message.window, message.aimed, message.wire_format = x.first, window, x.aimed, x.wire_format
     post(e, letter, sizeof(Message), peer)
 
 

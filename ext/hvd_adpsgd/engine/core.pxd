@@ -48,7 +48,7 @@ cdef struct Message:
     int generation
     int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
     int aimed               # in ASK and YES: 1 if the window is aimed (windows.pyx), else 0
-    int bits                # in ASK: what the sender wants; in YES: of the exchange; see Orders
+    int wire_format         # of chunks over the wire (kernels.h); in ASK: what the sender wants; in YES: of the exchange
     uint64_t fingerprint
     double weight
     int64_t round
@@ -128,7 +128,7 @@ cdef struct Exchange:
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
     bint aimed              # its window is aimed, see windows.pyx
-    int bits                # of its chunks over the wire, as in Orders
+    int wire_format         # of its chunks over the wire, as in Orders
     bint whole              # the two sides agreed on a whole exchange
     int next                # the first chunk that is not yet begun; counts from `first`
     int done
@@ -158,12 +158,12 @@ cdef struct Pairs:
     double* seconds_of      # by rank: seconds per byte of latest exchanges over the link, 0: none yet; NULL: not needed
     uint64_t luck           # state of a random generator
     double weight
-    int wire_type           # element type of chunks on the wire, -1: the model's element type
-    bint few                # whether exchanges may have few bits
+    int wire_format         # of all exchanges, unless `chooses_format`
+    bint chooses_format     # each exchange has the format of fewer bits that its two sides want
     bint offered_only
     double deadline_s
     int64_t lane_nbytes
-    int64_t room            # bytes of a private buffer: with few bits, also for the steps of a chunk's blocks
+    int64_t room            # bytes of a private buffer: in few bits, also for the steps of a chunk's blocks
     int lanes               # chunks of one exchange in flight at once, at most LANES
     # exchanges
     Exchange* running       # exchanges that are not over, newest first

@@ -20,9 +20,11 @@ With rounds the trainer chooses the peer to ask; an engine answers NO to an ASK 
 
 from libc.stdint cimport int64_t
 
+from hvd_adpsgd.engine.codes cimport adpsgd_codes_bits
 from hvd_adpsgd.engine.control cimport NEWEST, same_layout, send_control, send_no, send_window
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.departures cimport answer, departed_in, note_answer
+from hvd_adpsgd.engine.kernels cimport ADPSGD_OWN
 from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
 from hvd_adpsgd.engine.membership cimport (ALIVE, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
                                            set_peer)
@@ -150,9 +152,11 @@ cdef bint serves(Core* e, int peer, Exchange* x, Message* m) noexcept nogil:
             and (x == NULL or crossed) and has_room(e, peer) and same_model(e, peer, m))
 
 
-cdef inline int fewer(int bits, int others) noexcept nogil:
-    """Return the fewer bits of two sides' wishes, of which 0 is all bits."""
-    return min(bits, others) if bits and others else bits + others
+cdef inline int fewer_bits(int wire_format, int other) noexcept nogil:
+    """Return of two sides' formats the one of fewer bits."""
+    if other == ADPSGD_OWN or wire_format != ADPSGD_OWN and adpsgd_codes_bits(wire_format) <= adpsgd_codes_bits(other):
+        return wire_format
+    return other
 
 
 cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
@@ -170,7 +174,7 @@ cdef void handle_ask(Core* e, int peer, Message* m) noexcept nogil:
         return
     e.pairs.serving = peer
     x.number, x.first, x.aimed = m.exchange, m.first, m.aimed
-    x.bits = fewer(m.bits, e.mailbox.orders.bits)
+    x.wire_format = fewer_bits(m.wire_format, e.mailbox.orders.wire_format)
     window = min(m.window, window_of(e, total))
     send_window(e, peer, YES, x, total, window, m.generation)
     begin(e, x, m.exchange, total, window, False)
@@ -186,7 +190,7 @@ cdef void handle_yes(Core* e, int peer, Message* m) noexcept nogil:
         return
     e.pairs.retry_s = RETRY_FIRST_S
     move_on(e, m.nchunks, x, m.window)
-    x.bits = m.bits
+    x.wire_format = m.wire_format
     begin(e, x, m.exchange, m.nchunks, m.window, True)
 
 
@@ -456,7 +460,7 @@ cdef bint ask_if_due(Core* e) noexcept nogil:
     p.number = (p.number + 1) & 0x3FFFFFFF
     total = generation(e).nchunks
     x.first, x.aimed = next_first(e, total), e.pairs.aimed > 0
-    x.bits = e.mailbox.orders.bits
+    x.wire_format = e.mailbox.orders.wire_format
     become(e, x, ASKED)
     x.active = True
     x.number = p.number

@@ -3,6 +3,16 @@ from libc.stdint cimport int64_t
 
 cdef extern from "kernels.h" nogil:
     enum:
+        ADPSGD_OWN
+        ADPSGD_FLOAT32
+        ADPSGD_FLOAT64
+        ADPSGD_BFLOAT16
+        ADPSGD_FLOAT16
+        ADPSGD_DTYPES
+        ADPSGD_INT8
+        ADPSGD_INT4
+        ADPSGD_INT16
+    enum:
         ADPSGD_NOT_FINITE
         ADPSGD_HELD_BACK
     ctypedef struct adpsgd_model:

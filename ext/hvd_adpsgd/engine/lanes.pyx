@@ -30,6 +30,7 @@ for failed, finds another stamp there, and stops with an error instead of mergin
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.core cimport *
+from hvd_adpsgd.engine.kernels cimport ADPSGD_DTYPES
 from hvd_adpsgd.engine.pairs cimport mapped, posted, transfer_failed
 from hvd_adpsgd.engine.mailbox cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT, HISTOGRAM, NO_STEP, Event, add, latch, load,
                                      record, store)
@@ -92,7 +93,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
         return False
     lane.index = x.next
     lane.chunk = chunk_of(x, x.next)
-    nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
+    nbytes = memory_nbytes(e.memory, lane.chunk, x.wire_format)
     lane.busy = True
     lane.sent = lane.received = lane.merged = lane.void = False
     lane.nbytes_sent = 0
@@ -121,7 +122,7 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
 cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Return how a chunk is averaged: the same on both sides, or the two parts of one way."""
     cdef bint first = x.active == (lane.index % 2 == 0)
-    if x.set == NOBODY and x.bits:        # by number too: each side is to offer each chunk now and then
+    if x.set == NOBODY and x.wire_format >= ADPSGD_DTYPES:    # by number too: each side is to offer each chunk now and then
         return OFFERS if first == (x.number % 2 == 0) else ANSWERS
     if x.set == NOBODY:
         return SENT
@@ -145,7 +146,7 @@ cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept 
     receive(e.wire, &lane.receiving, lane.inp, <int>nbytes, x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, False, lane.out,
+    lane.void = memory_snapshot(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, False, lane.out,
                                 NULL, &lane.step)       # in the caches: the wire and the merge read it
     lane.nbytes_sent = 0 if lane.void else <int>nbytes
     send(e.wire, &lane.sending, lane.out, lane.nbytes_sent, x.peer, x.channel)
@@ -158,7 +159,7 @@ cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexce
     if not posted(e, x.peer, &lane.receiving):
         return False
     take_place(e, x, lane)
-    lane.void = memory_snapshot(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.offered_only, True,
+    lane.void = memory_snapshot(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, True,
                                 lane.out + STAMP, lane.keep, &lane.step)
     lane.here.nbytes = 0 if lane.void else nbytes
     send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.channel)
@@ -171,7 +172,7 @@ cdef bint start_offer(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     receive(e.wire, &lane.receiving, lane.inp, <int>e.pairs.room, x.peer, x.answers)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    nbytes = memory_offer(e.memory, lane.chunk, x.bits, e.pairs.offered_only, lane.out, &lane.step)
+    nbytes = memory_offer(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, lane.out, &lane.step)
     lane.void = nbytes == 0
     x.nbytes += nbytes
     lane.nbytes_sent = <int>nbytes
@@ -303,18 +304,18 @@ cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     if lane.way == OFFERS or lane.way == ANSWERS:
         merge_in_few_bits(e, x, lane)
         return True
-    if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type):
+    if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, x.wire_format):
         latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
     if lane.void or nbytes == 0 or not stamped(e, x, lane):
-        x.nbytes -= memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type) if lane.way == AWAITS else 0
+        x.nbytes -= memory_nbytes(e.memory, lane.chunk, x.wire_format) if lane.way == AWAITS else 0
         leave_out(e, lane)
         return True
     began = now(e)
     if lane.way == AWAITS:
-        square = memory_merge_half(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.weight, lane.inp)
+        square = memory_merge_half(e.memory, lane.chunk, x.wire_format, e.pairs.weight, lane.inp)
     else:
-        square = memory_merge(e.memory, lane.chunk, e.pairs.wire_type, e.pairs.weight, lane.inp, lane.keep)
+        square = memory_merge(e.memory, lane.chunk, x.wire_format, e.pairs.weight, lane.inp, lane.keep)
     stamped(e, x, lane)
     count_merge(e, x, lane, square, began)
     return True
@@ -324,16 +325,16 @@ cdef void merge_in_few_bits(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """OFFERS: merge the peer's answer. ANSWERS: compute the difference, merge it, and send it."""
     cdef double square = 0, began = now(e)
     cdef int64_t nbytes = lane.nbytes
-    if nbytes != 0 and not memory_fits(e.memory, lane.chunk, x.bits, nbytes):
+    if nbytes != 0 and not memory_fits(e.memory, lane.chunk, x.wire_format, lane.inp, nbytes):
         latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
     if lane.way == ANSWERS:
         if nbytes != 0:
-            nbytes = memory_answer(e.memory, lane.chunk, x.bits, e.pairs.offered_only, e.pairs.weight, lane.inp,
+            nbytes = memory_answer(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, e.pairs.weight, lane.inp,
                                    nbytes, lane.out, &lane.step, &square)
         x.nbytes += nbytes
     elif nbytes != 0 and not lane.void:
-        square = memory_merge_answer(e.memory, lane.chunk, x.bits, e.pairs.weight, lane.inp, nbytes)
+        square = memory_merge_answer(e.memory, lane.chunk, x.wire_format, e.pairs.weight, lane.inp)
     if nbytes != 0 and not lane.void:
         count_merge(e, x, lane, square, began)
     else:
@@ -354,11 +355,11 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Compute the difference for both sides, merge it, and send its Place.
 
     False: the peer's chunk is changing."""
-    cdef int64_t nbytes = memory_nbytes(e.memory, lane.chunk, e.pairs.wire_type)
+    cdef int64_t nbytes = memory_nbytes(e.memory, lane.chunk, x.wire_format)
     cdef double square, began = now(e)
     cdef Compared found
     take_place(e, x, lane)
-    found = memory_compare(e.memory, &e.pairs.neighbours[x.peer], lane.chunk, e.pairs.wire_type, e.pairs.offered_only,
+    found = memory_compare(e.memory, &e.pairs.neighbours[x.peer], lane.chunk, x.wire_format, e.pairs.offered_only,
                            e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.room, &lane.step,
                            &lane.here.step, &square)
     if found == CHANGING:

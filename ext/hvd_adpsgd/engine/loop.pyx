@@ -12,13 +12,15 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from hvd_adpsgd.engine.control cimport (close_control, listen, open_control, owes_answers, reap, take_message,
+from hvd_adpsgd.engine.codes cimport adpsgd_codes_bits, adpsgd_codes_nbytes
+from hvd_adpsgd.engine.control cimport (close_control, listen, may_have, open_control, owes_answers, reap, take_message,
                                         tell_reports)
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, times_rung
 from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way, wants_to_ask
 from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
 from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
+from hvd_adpsgd.engine.kernels cimport ADPSGD_INT16
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, open_mean, release_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
 from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, release_pairs, take_failures
@@ -53,9 +55,6 @@ cdef extern from "<sys/prctl.h>" nogil:
 
 cdef enum:
     PARTS = 1024            # versions of the layout, one per added parameter group; at most
-    INT8 = 4                # codes of a wire in few bits, behind those of kernels.h
-    INT4 = 5
-    AUTO = 6                # the trainer chooses, see use_bits
     LARGEST_PAGE = 65536    # largest page size of the operating system, bytes
 
 cdef double CHECK_S = 1.0           # period of searches for failed peers that no transfer has reported
@@ -288,45 +287,52 @@ cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noe
 
 
 cdef class Loop:
-    """The engine's thread, and the trainer's commands to the thread. See hvd_adpsgd.engine.engine.Engine."""
+    """The engine's thread, and the trainer's commands to the thread. See hvd_adpsgd.engine.engine.Engine.
+
+    Args:
+        schedule: ranks of the peers to ask, in this order.
+        options: an EngineOptions.
+    """
 
     def __cinit__(self, *args, **kwargs):
         memset(&self.core, 0, sizeof(Core))
 
-    def __init__(self, AnyWire wire, AnyClock clock, Store chunks, const int[::1] schedule, double weight,
-                 double rate, int wire_type, bint offered_only, double deadline_s, double leave_deadline_s,
-                 int64_t lane_nbytes, bint timeline):
+    def __init__(self, AnyWire wire, AnyClock clock, Store chunks, const int[::1] schedule, options):
         cdef Core* e = &self.core
         cdef Mailbox* p = &e.mailbox
         cdef int n = wire.calls.size
+        cdef double prefer = options.prefer_fast, report_s = options.report_s
         self.keep = (wire, clock, chunks)
         e.wire = &wire.calls
         e.clock = &clock.calls
         e.memory = &chunks.memory
-        e.leave_deadline_s = leave_deadline_s
-        e.pairs.weight = weight
-        e.pairs.few = wire_type >= INT8
-        e.pairs.wire_type = -1 if e.pairs.few else wire_type
-        e.pairs.offered_only = offered_only
-        e.pairs.deadline_s = deadline_s
-        e.pairs.lane_nbytes = e.pairs.room = lane_nbytes
-        if e.pairs.few:         # two bytes per element, and two per 256
-            e.pairs.room += (lane_nbytes // 256 // 64 + 1) * 64
+        e.leave_deadline_s = options.leave_deadline_s
+        e.pairs.weight = options.weight
+        e.pairs.wire_format, e.pairs.chooses_format = options.wire_format, options.chooses_format
+        e.pairs.offered_only = options.offered_only
+        e.pairs.deadline_s = options.deadline_s
+        e.pairs.lane_nbytes = e.pairs.room = options.chunk_nbytes
+        if e.pairs.chooses_format or adpsgd_codes_bits(e.pairs.wire_format):
+            e.pairs.room = max(e.pairs.room, (adpsgd_codes_nbytes(ADPSGD_INT16, e.pairs.room // 2) + 63) // 64 * 64)
+        if options.aims:        # see windows.pyx
+            e.pairs.coin = 2 * <uint64_t>wire.calls.rank + 1
         e.generations = <Generation*>calloc(PARTS, sizeof(Generation))
-        p.rate = rate
+        p.rate = options.rate
         p.given.step = -1
         p.given.fit = True
         p.given.wanted = NOBODY
-        p.given.share = 1.0
-        p.given.bits = 8 if wire_type == INT8 else 4 if wire_type == INT4 else 0
+        p.given.share = options.share
+        p.given.wire_format = e.pairs.wire_format
         p.orders = p.given
         p.in_flight_step = NO_STEP
         p.met = <uint32_t*>calloc(n, sizeof(uint32_t))
-        if timeline:
+        if options.timeline:
             p.events = <Event*>calloc(EVENTS, sizeof(Event))
         if not (e.generations and p.met and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
                 and open_control(&e.control, n)
-                and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])):
+                and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])
+                and (prefer <= 0 or open_speeds(&e.pairs, wire.calls.rank, n, prefer))
+                and (report_s <= 0 or open_reports(&e.reports, wire.calls.rank, n, report_s))):
             raise MemoryError("no memory for the averaging engine")
         pthread_mutex_init(&p.gate, NULL)
         pthread_mutex_init(&p.inspections, NULL)
@@ -492,16 +498,13 @@ cdef class Loop:
         e.mailbox.given.share = share
         pthread_mutex_unlock(&e.mailbox.gate)
 
-    def use_bits(self, int bits):
-        """Set the bits per element of the next exchanges between hosts: 4, 8, or 0 for all.
-
-        Where the two sides of an exchange want different bits, it has the fewer ones. Only for a loop whose wire
-        may have few bits: INT8, INT4 or AUTO."""
+    def use_format(self, int wire_format):
+        """Set the format of the next exchanges between hosts; if the peer wants fewer bits, it has those."""
         cdef Core* e = &self.core
-        if bits not in (0, 4, 8) or bits and not e.pairs.few:
-            raise ValueError(f"{bits} bits per element: allowed are 0, 4 and 8, or 0 if the wire has no few bits")
+        if not may_have(&e.pairs, wire_format):
+            raise ValueError(f"exchanges of this engine cannot have the format {wire_format}")
         pthread_mutex_lock(&e.mailbox.gate)
-        e.mailbox.given.bits = bits
+        e.mailbox.given.wire_format = wire_format
         pthread_mutex_unlock(&e.mailbox.gate)
 
     def mark_next(self, unsigned char[::1] marks):
@@ -515,20 +518,6 @@ cdef class Loop:
         share = e.mailbox.given.share
         pthread_mutex_unlock(&e.mailbox.gate)
         mark_next(e, <int>marks.shape[0], share, &marks[0])
-
-    def aim(self):
-        """Let a random half of the windows be where the models differ most; before start. See windows.pyx."""
-        self.core.pairs.coin = 2 * <uint64_t>self.core.wire.rank + 1
-
-    def prefer_fast(self, double prefer):
-        """Ask the fastest of the next peers of the schedule with probability `prefer`; before start."""
-        if not open_speeds(&self.core.pairs, self.core.wire.rank, self.core.wire.size, prefer):
-            raise MemoryError("no memory for the averaging engine")
-
-    def share_reports(self, double every_s):
-        """Exchange reports with peers, a message every `every_s` seconds; before start."""
-        if not open_reports(&self.core.reports, self.core.wire.rank, self.core.wire.size, every_s):
-            raise MemoryError("no memory for the averaging engine")
 
     def report(self, bytes text):
         """Set the text that this super learner reports from now on: at most REPORT_NBYTES bytes."""

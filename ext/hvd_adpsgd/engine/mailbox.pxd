@@ -108,7 +108,7 @@ cdef struct Orders:         # what the trainer wants
     int64_t step
     double credit           # how many exchanges are due
     double share            # fraction of the model's chunks that an exchange moves; at most
-    int bits                # 4 or 8: bits per element over the wire, at most; 0: all, as the engine's wire_type
+    int wire_format         # of chunks over the wire; a peer may want fewer bits
     double leave_within     # s; upper bound of leave_deadline_s when the engine leaves; 0: none
 
 cdef struct Mailbox:

@@ -110,12 +110,11 @@ cdef Compared memory_compare(Memory* m, Neighbour* peer, int chunk, int wire, bi
                              void* keep, int64_t* step, int64_t* peer_step, double* square) noexcept nogil
 cdef double memory_merge_half(Memory* m, int chunk, int wire, double weight, const void* half) noexcept nogil
 
-cdef int64_t memory_offer(Memory* m, int chunk, int bits, bint offered_only, void* out, int64_t* step) noexcept nogil
-cdef bint memory_fits(Memory* m, int chunk, int bits, int64_t nbytes) noexcept nogil
-cdef int64_t memory_answer(Memory* m, int chunk, int bits, bint offered_only, double weight, const void* offer,
+cdef int64_t memory_offer(Memory* m, int chunk, int wire, bint offered_only, void* out, int64_t* step) noexcept nogil
+cdef bint memory_fits(Memory* m, int chunk, int wire, const void* message, int64_t nbytes) noexcept nogil
+cdef int64_t memory_answer(Memory* m, int chunk, int wire, bint offered_only, double weight, const void* offer,
                            int64_t nbytes, void* out, int64_t* step, double* square) noexcept nogil
-cdef double memory_merge_answer(Memory* m, int chunk, int bits, double weight, const void* answer,
-                                int64_t nbytes) noexcept nogil
+cdef double memory_merge_answer(Memory* m, int chunk, int wire, double weight, const void* answer) noexcept nogil
 
 cdef int64_t memory_sum_nbytes(Memory* m, int chunk, int64_t* count, int* itemsize) noexcept nogil
 cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int64_t* step) noexcept nogil

@@ -40,12 +40,12 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from hvd_adpsgd.engine.codes cimport (adpsgd_codes_answer, adpsgd_codes_blocks, adpsgd_codes_merge, adpsgd_codes_nbytes,
-                                      adpsgd_codes_offer)
-from hvd_adpsgd.engine.kernels cimport (ADPSGD_HELD_BACK, ADPSGD_NOT_FINITE, adpsgd_any_large, adpsgd_apply,
-                                        adpsgd_half_difference, adpsgd_itemsize, adpsgd_merge, adpsgd_merge_half,
-                                        adpsgd_merge_mean, adpsgd_model, adpsgd_slot_dtype, adpsgd_slot_itemsize,
-                                        adpsgd_snapshot)
+from hvd_adpsgd.engine.codes cimport (adpsgd_codes_answer, adpsgd_codes_blocks, adpsgd_codes_format, adpsgd_codes_merge,
+                                      adpsgd_codes_nbytes, adpsgd_codes_offer)
+from hvd_adpsgd.engine.kernels cimport (ADPSGD_DTYPES, ADPSGD_HELD_BACK, ADPSGD_INT16, ADPSGD_NOT_FINITE, adpsgd_any_large,
+                                        adpsgd_apply, adpsgd_half_difference, adpsgd_itemsize, adpsgd_merge,
+                                        adpsgd_merge_half, adpsgd_merge_mean, adpsgd_model, adpsgd_slot_dtype,
+                                        adpsgd_slot_itemsize, adpsgd_snapshot)
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -79,8 +79,8 @@ cdef struct Span:
 
 
 cdef int wire_type(Chunk* chunk, int wire) noexcept nogil:
-    """Return the element type of a chunk on the wire: `wire` for 32- and 64-bit elements, unless it is -1."""
-    return wire if wire >= 0 and adpsgd_itemsize(chunk.dtype) > 2 else chunk.dtype
+    """Return the element type of a chunk in the format `wire`: that type for 32- and 64-bit elements, else their own."""
+    return wire if 0 <= wire < ADPSGD_DTYPES and adpsgd_itemsize(chunk.dtype) > 2 else chunk.dtype
 
 
 cdef int64_t memory_elements(Memory* m, int chunk) noexcept nogil:
@@ -270,66 +270,59 @@ cdef uint16_t* steps_of(Chunk* c) noexcept nogil:
     return c.steps
 
 
-cdef int64_t memory_offer(Memory* m, int chunk, int bits, bint offered_only, void* out, int64_t* step) noexcept nogil:
-    """out = mirror + corrections that it lacks, in few bits (codes.h).
+cdef int64_t memory_offer(Memory* m, int chunk, int wire, bint offered_only, void* out, int64_t* step) noexcept nogil:
+    """out = mirror + corrections that it lacks, in a format of few bits (codes.h).
 
-    The first offer, and one of REFRESH, has 16 bits. Returns the bytes, 0 if the chunk is not finite."""
+    The first offer, and one of REFRESH, is an INT16. Returns the bytes, 0 if the chunk is not finite."""
     cdef Chunk* c = lease(m, chunk)
     cdef adpsgd_model model = own_model(m, c, offered_only)
     cdef uint16_t* steps = steps_of(c)
     cdef bint bad = True
     if steps != NULL:
         if steps[0] == 0 or (c.offers + chunk) % REFRESH == 0:
-            bits = 16
-        bad = adpsgd_codes_offer(bits, adpsgd_slot_dtype(c.dtype), out, &model, steps, c.count)
+            wire = ADPSGD_INT16
+        bad = adpsgd_codes_offer(wire, adpsgd_slot_dtype(c.dtype), out, &model, steps, c.count)
     c.offers += 1
     step[0] = c.step
     end_lease(c)
-    return 0 if bad else adpsgd_codes_nbytes(bits, c.count)
+    return 0 if bad else adpsgd_codes_nbytes(wire, c.count)
 
 
-cdef int bits_of(Chunk* c, int bits, int64_t nbytes) noexcept nogil:
-    """Return how many bits per element a message about a chunk has, 0 if it has a wrong length."""
-    if nbytes == adpsgd_codes_nbytes(bits, c.count):
-        return bits
-    return 16 if nbytes == adpsgd_codes_nbytes(16, c.count) else 0
+cdef bint memory_fits(Memory* m, int chunk, int wire, const void* message, int64_t nbytes) noexcept nogil:
+    """Whether a message is an offer of a chunk, or an answer, of an exchange in that format."""
+    cdef int sent = adpsgd_codes_format(message) if nbytes >= <int64_t>sizeof(uint16_t) else wire
+    return (sent == wire or sent == ADPSGD_INT16) and nbytes == adpsgd_codes_nbytes(sent, chunk_at(m, chunk).count)
 
 
-cdef bint memory_fits(Memory* m, int chunk, int bits, int64_t nbytes) noexcept nogil:
-    """Whether an offer of a chunk, or an answer, may have so many bytes."""
-    return bits_of(chunk_at(m, chunk), bits, nbytes) != 0
-
-
-cdef int64_t memory_answer(Memory* m, int chunk, int bits, bint offered_only, double weight, const void* offer,
+cdef int64_t memory_answer(Memory* m, int chunk, int wire, bint offered_only, double weight, const void* offer,
                            int64_t nbytes, void* out, int64_t* step, double* square) noexcept nogil:
     """out = the offered chunk - ours, as `memory_merge_answer` takes it; open slot += weight out.
 
     Returns the bytes, those of the offer; 0 if our chunk is not finite, and nothing is merged."""
     cdef Chunk* c = lease(m, chunk)
     cdef adpsgd_model mine = own_model(m, c, offered_only)
-    cdef bint bad = adpsgd_codes_answer(bits_of(c, bits, nbytes), adpsgd_slot_dtype(c.dtype), out, offer, &mine, c.count)
+    cdef bint bad = adpsgd_codes_answer(adpsgd_slot_dtype(c.dtype), out, offer, &mine, c.count)
     step[0] = c.step
     if bad:
         end_lease(c)
         return 0
     begin_change(c)
-    square[0] = merge_answer(c, bits, weight, out, nbytes)
+    square[0] = merge_answer(c, wire, weight, out)
     end_change(m, c)
     return nbytes
 
 
-cdef double memory_merge_answer(Memory* m, int chunk, int bits, double weight, const void* answer,
-                                int64_t nbytes) noexcept nogil:
+cdef double memory_merge_answer(Memory* m, int chunk, int wire, double weight, const void* answer) noexcept nogil:
     """open slot -= weight answer, where the peer has made the answer to our offer. Returns the squared distance."""
     cdef Chunk* c = lease_to_change(m, chunk)
-    cdef double square = merge_answer(c, bits, -weight, answer, nbytes)
+    cdef double square = merge_answer(c, wire, -weight, answer)
     end_change(m, c)
     return square
 
 
-cdef double merge_answer(Chunk* c, int bits, double weight, const void* answer, int64_t nbytes) noexcept nogil:
-    cdef double square = adpsgd_codes_merge(bits_of(c, bits, nbytes), bits, adpsgd_slot_dtype(c.dtype), c.slot[c.open],
-                                            answer, weight, steps_of(c), c.count, not c.full[c.open][0])
+cdef double merge_answer(Chunk* c, int wire, double weight, const void* answer) noexcept nogil:
+    cdef double square = adpsgd_codes_merge(wire, adpsgd_slot_dtype(c.dtype), c.slot[c.open], answer, weight, steps_of(c),
+                                            c.count, not c.full[c.open][0])
     note_merged(c)
     return square
 
@@ -791,25 +784,25 @@ cdef class Store:
                                    &peer_step, &square)
         return int(found), step, peer_step, square
 
-    def offer(self, int chunk, int bits, unsigned char[::1] out):
+    def offer(self, int chunk, int wire, unsigned char[::1] out):
         """Offer a chunk as the engine does in few bits. Returns the bytes of `out`; 0: it is not finite."""
         cdef int64_t step = 0
-        return memory_offer(&self.memory, chunk, bits, False, &out[0], &step)
+        return memory_offer(&self.memory, chunk, wire, False, &out[0], &step)
 
-    def answer(self, int chunk, int bits, double weight, const unsigned char[::1] offer, unsigned char[::1] out):
+    def answer(self, int chunk, int wire, double weight, const unsigned char[::1] offer, unsigned char[::1] out):
         """Merge as the engine does that gets an offer, and write the answer to `out`.
 
         Returns its bytes, 0 if nothing was merged, and the squared distance."""
         cdef int64_t step = 0, nbytes
         cdef double square = 0
         with nogil:
-            nbytes = memory_answer(&self.memory, chunk, bits, False, weight, &offer[0], offer.shape[0], &out[0], &step,
+            nbytes = memory_answer(&self.memory, chunk, wire, False, weight, &offer[0], offer.shape[0], &out[0], &step,
                                    &square)
         return nbytes, square
 
-    def merge_answer(self, int chunk, int bits, double weight, const unsigned char[::1] answer):
+    def merge_answer(self, int chunk, int wire, double weight, const unsigned char[::1] answer):
         """Merge as the engine does that has made the offer. Returns the squared distance."""
-        return memory_merge_answer(&self.memory, chunk, bits, weight, &answer[0], answer.shape[0])
+        return memory_merge_answer(&self.memory, chunk, wire, weight, &answer[0])
 
     def merge_half(self, int chunk, int wire, double weight, const unsigned char[::1] half):
         """Merge as the peer of `compare` does. Returns the squared distance."""

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_adpsgd.config import Config, period_of_moments
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies import Strategy, parse
+from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
 from hvd_adpsgd.training.update_rules import UpdateRule
 from hvd_adpsgd_lab.learning.curve import Curve, Vector
@@ -59,7 +58,6 @@ class Training:
         faults: checked faults, beside those of the cluster.
         budget: how long it is.
         progress: called with the share of the budget that is used.
-        moments, moments_period: the options of these names.
         replace_s: seconds from the failure of a super learner until a replacement asks to join; None: none
             does.
     """
@@ -70,8 +68,6 @@ class Training:
     faults: Sequence[Fault]
     budget: Budget
     progress: Callable[[float], None]
-    moments: str | None = None
-    moments_period: int = Config.moments_period
     replace_s: float | None = None
 
 
@@ -88,15 +84,13 @@ class EngineRun:
         faults = training.faults
         self._task, self._cluster, self._faults = task, cluster, faults
         self._budget, self._progress = training.budget, training.progress
-        strategy = parse(cluster.strategy)
-        self._shares = training.moments != "own" and strategy.is_gossip
-        self._moments_period = period_of_moments(
-            training.moments_period, cluster.share, cluster.rate
-        )
+        strategy = cluster.strategy
+        self._shares = cluster.config.moments != "own" and strategy.is_gossip
+        self._moments_period = cluster.config.period_of_moments
         n = cluster.super_learners
         self._curve = Curve(task, model, n, cluster.seed)
         self._learners = [self._learner(model, i, i, n) for i in range(n)]
-        if training.moments != "own":
+        if cluster.config.moments != "own":
             _check_moments(training, strategy, self._learners[0].optimizer)
         self._model, self._ranks = model, [*range(n)]
         self._replace_s = training.replace_s
@@ -116,8 +110,8 @@ class EngineRun:
             copy.deepcopy(model),
             process,
             self._task.stream(number, n, c.seed + _STREAMS * max(0, process - c.super_learners)),
-            parse(c.strategy).plan(number, n),
-            c.rate * c.share,
+            c.strategy.plan(number, n),
+            c.config.exchanges_per_step * c.config.first_share,
             c.seed,
             c.chunks,
             self._training_number if self._shares else None,
@@ -232,7 +226,7 @@ class EngineRun:
         self._stays(process)
         self._gift = {}
         self._joined += 1
-        rule = parse(self._cluster.strategy).plan(0, max(self._ranks) + 1).rule
+        rule = self._cluster.strategy.plan(0, max(self._ranks) + 1).rule
         for learner in self._learners:
             learner.rule.adapt(rule)
         hourly = self._cluster.failures_per_hour
@@ -329,7 +323,7 @@ class EngineRun:
         total = max(int(staleness.sum()), 1)
         sent = [nbytes for nbytes, _, _ in job.traffic()]
         return Outcome(
-            strategy=parse(self._cluster.strategy).spec(),
+            strategy=self._cluster.strategy.spec(),
             points=points,
             steps=steps,
             steps_per_s=sum(steps) / points[-1].time_s if points[-1].time_s else 0.0,
@@ -355,15 +349,15 @@ def _check_moments(
         found = f"{strategy.spec()} is more than gossip"
     if isinstance(found, Adaptive):
         return
-    if training.moments == "shared":
+    if training.cluster.config.moments == "shared":
         raise ConfigError(
-            f"{training.task.name}: moments (--moments) is 'shared', and {found}. Leave it out, or use one "
+            f"{training.task.name}: moments is 'shared', and {found}. Leave it out, or use one "
             "of torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
         )
     if strategy.is_gossip and any("betas" in group for group in optimizer.param_groups):
         log.warning(
             "moments are not shared by super learners: %s. Use torch's Adam or AdamW; moments=own "
-            "(--moments own) silences this line.",
+            "silences this line.",
             found,
         )
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd_lab.learning.baselines import Baseline, parse_baseline, run_baseline
@@ -37,8 +36,6 @@ def train(
     points: int = 50,
     threads: int = 1,
     vmap: bool = False,
-    moments: str | None = None,
-    moments_period: int = Config.moments_period,
     replace_s: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
@@ -57,8 +54,6 @@ def train(
         threads: threads of torch.
         vmap: compute gradients of several super learners in one call of torch.func.vmap, where the model
             allows it: faster for small models, and rounded otherwise. Baselines do without.
-        moments: the option of this name.
-        moments_period: the option of this name.
         replace_s: seconds from the failure of a super learner until a replacement asks to join. Replacements
             are admitted one after the other, and fail at the rate of the cluster, too. None: no replacements.
             Synchronous training needs none: there each failure costs a restart, with a replacement.
@@ -74,16 +69,10 @@ def train(
     in_bound("train: super_learners (--super-learners)", n, (1, LARGEST_N))
     in_bound("train: points (--points)", points, (1, 10**6))
     in_bound("train: threads (--threads)", threads, (1, 1024))
-    in_bound("train: moments_period (--moments-period)", moments_period, (1, 64))
     if steps is not None:
         in_bound("train: steps (--steps)", steps, (1, 10**9))
     if replace_s is not None:
         in_bound("train: replace_s (--replace-after)", replace_s, (0.0, 1e9))
-    if moments not in (None, "shared", "own"):
-        raise ConfigError(
-            f"train: moments (--moments) is {moments!r}, allowed are 'shared' and 'own'. Pass one of "
-            "these, or None."
-        )
     if cluster.has_slow_links and (
         replace_s is not None or any(fault.kind == "join" for fault in faults)
     ):
@@ -91,7 +80,7 @@ def train(
             "train: super learners that join (--replace-after, --fault join) with slow links (--slow-links, "
             "--racks): theirs would be fast. Leave one out."
         )
-    spec = cluster.strategy if strategy is None else strategy
+    spec = cluster.config.averaging if strategy is None else strategy
     cluster, baseline, found = prepared(cluster, spec, faults)
     seconds = 60 * cluster.minutes
     if steps is not None:
@@ -105,9 +94,7 @@ def train(
         seed_torch(cluster.seed, 0, 0)
         model = task.new_model()
         shown = progress or (lambda share: None)
-        training = Training(
-            task, model, cluster, found, budget, shown, moments, moments_period, replace_s
-        )
+        training = Training(task, model, cluster, found, budget, shown, replace_s)
         if baseline is not None:
             return run_baseline(baseline, training)
         run = EngineRun(training, vmap)
@@ -133,7 +120,7 @@ def prepared(
         )
     n, baseline = cluster.super_learners, parse_baseline(spec)
     if baseline is None:
-        cluster = dataclasses.replace(cluster, strategy=spec)
+        cluster = dataclasses.replace(cluster, config=cluster.config.replace(averaging=spec))
         parse(spec).plan(0, n)
     kinds = KINDS if baseline is None else LOCK_STEP_KINDS
     return cluster, baseline, checked(faults, n, kinds, spec)

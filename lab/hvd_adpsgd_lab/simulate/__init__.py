@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_adpsgd.config import FIRST_SHARE
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd_lab.simulate import progress, units
 from hvd_adpsgd_lab.simulate.arguments import PLAN_DEFAULTS, parsed
@@ -26,7 +25,7 @@ from hvd_adpsgd_lab.simulation import campaign, exploration
 from hvd_adpsgd_lab.simulation.calibration import Calibration
 from hvd_adpsgd_lab.simulation.chart import chart, write_timeline
 from hvd_adpsgd_lab.simulation.ledger import BrokenPromise
-from hvd_adpsgd_lab.simulation.planner import Cluster, Outcome, draw, plan
+from hvd_adpsgd_lab.simulation.planner import PATIENT, Cluster, Outcome, draw, plan
 from hvd_adpsgd_lab.simulation.scenario import LONGEST_S, Scenario, job_of
 from hvd_adpsgd_lab.simulation.shrink import shrink
 
@@ -169,20 +168,16 @@ def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
         step_s=units.seconds(args.step),
         bytes_per_s=bytes_per_s,
         latency_s=latency_s,
-        strategy=PLAN_DEFAULTS["strategy"] if args.train else args.strategy,
+        config=units.options(
+            args.options, averaging=PLAN_DEFAULTS["strategy"] if args.train else args.strategy
+        ),
         minutes=args.minutes,
-        rate=args.rate,
-        share=FIRST_SHARE if args.share == "auto" else args.share,
-        max_overhead=args.max_overhead if args.share == "auto" else 0.0,
-        wire=args.wire,
-        max_staleness=args.max_staleness,
         slow=slow,
         slow_factor=slow_factor,
         slow_links=slow_links,
         slow_links_factor=slow_links_factor,
         racks=racks,
         racks_factor=racks_factor,
-        prefer=args.prefer_fast_peers,
         failures_per_hour=units.failures(args.fail),
         seed=args.random_seed,
         calibration=Calibration.read(args.calibration) if args.calibration else None,
@@ -206,24 +201,18 @@ _FULL = 0.85  # share of a link's bytes per second from which exchanges are repo
 
 def _told_cluster(c: Cluster) -> str:
     slow = f", {c.slow} of them {c.slow_factor:g} times slower" if c.slow else ""
-    share = (
-        f"a share (at most {c.max_overhead:.1%} of a step)" if c.max_overhead else f"{c.share:g}"
-    )
-    if c.wire:
-        share += " in bits that are chosen," if c.wire == "auto" else f" in {c.wire},"
+    options = [f", {name}={value}" for name, value in c.config.changes(PATIENT).items()]
     links = (
         f", {c.slow_links:.0%} of the pairs {c.slow_links_factor:g} times slower"
         if c.slow_links
         else ""
     )
     links += f", {c.racks_factor:g} times slower between {c.racks} racks" if c.racks > 1 else ""
-    prefer = f", fast peers preferred by {c.prefer:g}" if c.prefer else ""
     fails = f", {c.failures_per_hour:g} failures per hour of each" if c.failures_per_hour else ""
     return (
         f"{c.super_learners} super learners{slow}{fails}: {c.parameters / 1e6:g} M parameters, steps of "
         f"{c.step_s:g} s, links of {c.bytes_per_s / 1e6:g} MB/s and {1e6 * c.latency_s:g} us{links}, "
-        f"{c.strategy}{prefer}, {c.rate:g} exchanges per step of {share} of the model, "
-        f"{c.minutes:g} minutes, seed {c.seed}"
+        f"{c.minutes:g} minutes, seed {c.seed}{''.join(options)}"
     )
 
 

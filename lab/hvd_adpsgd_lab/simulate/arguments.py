@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd_lab.simulation.bounds import in_bound
 from hvd_adpsgd_lab.simulation.planner import BOUNDS
@@ -21,7 +20,6 @@ TRAIN_DEFAULTS = {
     "points": 50,
     "threads": 1,
     "vmap": False,
-    "moments_period": Config.moments_period,
 }
 PLAN_DEFAULTS: dict[str, Any] = {
     "model": "100M",
@@ -30,14 +28,9 @@ PLAN_DEFAULTS: dict[str, Any] = {
     "slow": "0x1",
     "slow_links": "0x1",
     "racks": "1x1",
-    "prefer_fast_peers": 0.0,
     "fail": "0/h",
     "strategy": "random_pairs",
-    "rate": 1.0,
-    "share": 1.0,
-    "max_overhead": 0.03,
-    "wire": "",
-    "max_staleness": 0,
+    "options": (),
     "minutes": 10.0,
     "random_seed": 0,
 }
@@ -50,9 +43,7 @@ OF = {  # option: the modes that it belongs to
     "keep": ("seeds",),
     "workers": ("seeds",),
     **dict.fromkeys((*PLAN_DEFAULTS, "json", "figure", "calibration", "super_learners"), PLANS),
-    **dict.fromkeys(
-        (*TRAIN_DEFAULTS, "steps", "compare", "fault", "moments", "replace_after"), ("train",)
-    ),
+    **dict.fromkeys((*TRAIN_DEFAULTS, "steps", "compare", "fault", "replace_after"), ("train",)),
 }
 
 
@@ -81,11 +72,6 @@ def parsed(description: str | None, arguments: Sequence[str] | None) -> argparse
         if getattr(args, name) is None and (name, mode) != ("model", "train"):
             setattr(args, name, value)
     return args
-
-
-def _share(text: str) -> float | str:
-    """Return "auto", or the share that the text means."""
-    return text if text == "auto" else float(text)
 
 
 def _check_training(args: argparse.Namespace) -> None:
@@ -185,19 +171,8 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
             "a quarter of the pairs of super learners has a 10 times slower link",
         ),
         ("racks", str, "2x10", "2 racks, with 10 times slower links between them"),
-        ("prefer_fast_peers", float, "P", "as prefer_fast= of random_pairs"),
         ("fail", str, "0.01/h", "failures of one super learner per hour"),
         ("strategy", str, "SPEC", "averaging strategy, as averaging="),
-        ("rate", float, "R", "exchanges per step"),
-        ("share", _share, "S", "share of the model that an exchange moves, or auto"),
-        (
-            "wire",
-            str,
-            "TYPE",
-            "float16, bfloat16, int8, int4 or auto, as wire_dtype=; empty: that of the parameters",
-        ),
-        ("max_overhead", float, "C", "with --share auto: as HVD_ADPSGD_MAX_OVERHEAD"),
-        ("max_staleness", int, "K", "as max_staleness=, 0 for no bound"),
         ("minutes", float, "M", "minutes of training"),
         ("random_seed", int, "N", "seed of all random numbers"),
     ):
@@ -207,6 +182,12 @@ def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
             metavar=metavar,
             help=f"{meaning} (default {PLAN_DEFAULTS[name]})",
         )
+    group.add_argument(
+        "--options",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="options of training, as in docs/options.md: exchange_share=auto wire_dtype=int8",
+    )
     group.add_argument("--json", metavar="FILE", help="write all results as JSON")
     group.add_argument(
         "--figure", metavar="FILE", help="draw decay, staleness and steps (needs matplotlib)"
@@ -244,18 +225,6 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="TIME",
         help="time from the failure of a super learner until a replacement asks to join, for instance 60s "
         "(default: no replacements)",
-    )
-    group.add_argument(
-        "--moments",
-        choices=("shared", "own"),
-        help="as HVD_ADPSGD_MOMENTS, of Adam and its kin (default: shared where that is possible)",
-    )
-    group.add_argument(
-        "--moments-period",
-        type=int,
-        metavar="K",
-        help="as ADPSGD_MOMENTS_PERIOD: shared moments are in one of K exchanges (default "
-        f"{TRAIN_DEFAULTS['moments_period']})",
     )
     group.add_argument(
         "--points",

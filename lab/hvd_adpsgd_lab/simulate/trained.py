@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 from hvd_adpsgd_lab.simulate import progress, units
-from hvd_adpsgd_lab.simulation.planner import Cluster
+from hvd_adpsgd_lab.simulation.planner import Cluster, fields_of
 
 try:
     from hvd_adpsgd_lab.learning import Outcome, Task, train
@@ -51,8 +51,6 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             points=args.points,
             threads=args.threads,
             vmap=args.vmap,
-            moments=args.moments,
-            moments_period=args.moments_period,
             replace_s=replace_s,
             progress=progress.of_training(spec),
         )
@@ -77,8 +75,7 @@ def _write(option: str, path: str, text: str) -> None:
 
 def as_json(args: argparse.Namespace, cluster: Cluster, outcomes: list[Outcome]) -> str:
     """Return the runs as a JSON object, the same text for the same arguments."""
-    fields = dataclasses.asdict(cluster)
-    del fields["strategy"]
+    fields = fields_of(cluster)
     if args.steps is not None:
         fields["minutes"] = None
     runs = [outcome.to_dict() for outcome in outcomes]

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd_lab.simulation.planner import PATIENT
 from hvd_adpsgd_lab.simulation.scenario import Fault
 
-__all__ = ["failures", "fault", "model", "network", "racks", "seconds", "slow", "slow_links"]
+__all__ = [
+    "failures",
+    "fault",
+    "model",
+    "network",
+    "options",
+    "racks",
+    "seconds",
+    "slow",
+    "slow_links",
+]
 
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -84,6 +98,12 @@ def racks(text: str) -> tuple[int, float]:
 def failures(text: str) -> float:
     """Return the failures of one super learner per hour, from a text like "0.01/h"."""
     return _number(text, {"/h": 1.0, "/d": 1 / 24}, "--fail", "0.01/h")
+
+
+def options(texts: Sequence[str], **more: Any) -> Config:
+    """Return the options that texts like "wire_dtype=int8" mean, and `more`, in a simulation."""
+    given = dict(text.partition("=")[::2] for text in texts)
+    return PATIENT.replace(**{**more, **Config.parsed(given)})
 
 
 def fault(text: str) -> Fault:

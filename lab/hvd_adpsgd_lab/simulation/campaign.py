@@ -168,7 +168,7 @@ def run_block(seeds: Iterable[int]) -> Report:
     report = Report()
     for seed in seeds:
         scenario = Scenario.random(seed)
-        report.strategies[scenario.strategy] += 1
+        report.strategies[scenario.config.averaging] += 1
         report.runs += 1
         try:
             job = run(scenario)

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd_lab.simulation.network import Network
 
@@ -39,32 +40,21 @@ class Job:
         trace: bool = False,
         chunk_s: float = 0.0,
         max_staleness: int = 0,
-        reports_s: float = 0.0,
-        exchange_share: float = 1.0,
         local: LocalUpdates | None = None,
         rare: Sequence[int] = (),
         rare_period: int = 1,
-        prefer: float = 0.0,
         every: int = 1,
-        aims: bool = False,
     ) -> None: ...
     def add(
         self,
         schedule: Any,
-        weight: float,
-        rate: float,
-        offered_only: bool,
+        options: EngineOptions,
         model: Any,
-        later: int,
-        dtype: int,
-        wire_type: int,
-        lane_nbytes: int,
         steps: int,
         step_s: float,
-        spread: float,
-        node_s: float,
-        deadline_s: float,
-        leave_deadline_s: float,
+        spread: float = 0.0,
+        node_s: float = 0.0,
+        later: int = 0,
     ) -> None: ...
     def share(self, hosts: Sequence[int], lane_nbytes: int, shown: bool = False) -> None: ...
     def expect(

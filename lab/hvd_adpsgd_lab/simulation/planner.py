@@ -20,18 +20,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.turns import Moves, leaves_out, steps_between_copies
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.strategies import parse
+from hvd_adpsgd.strategies import Strategy, parse
 from hvd_adpsgd.strategies.share_control import FLOOR
-from hvd_adpsgd.strategies.validation import MOST_PREFERRED
 from hvd_adpsgd_lab.simulation import slow_links
 from hvd_adpsgd_lab.simulation.bounds import SEED, Bound, in_bound
 from hvd_adpsgd_lab.simulation.calibration import Calibration
 from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.job import Job
 from hvd_adpsgd_lab.simulation.network import Network
-from hvd_adpsgd_lab.simulation.scenario import DTYPES, WIRES, member_plans, rounds_of, schedules
+from hvd_adpsgd_lab.simulation.scenario import (
+    DEFAULTS,
+    member_plans,
+    options_of,
+    rounds_of,
+    schedules,
+)
 from hvd_adpsgd_lab.simulation.steering import Steering
 
 if TYPE_CHECKING:
@@ -50,6 +56,9 @@ __all__ = [
     "theoretical_decay",
 ]
 
+PATIENT = DEFAULTS.replace(
+    deadline_s=10.0
+)  # the few chunks of a simulated model are larger than real ones
 ELEMENTS = 8  # elements of a simulated chunk
 _MOST_WITH_SLOW_LINKS = 4096  # a number for each pair
 NEVER = 10**9
@@ -60,19 +69,13 @@ BOUNDS: dict[str, Bound] = {
     "bytes_per_s": (1.0, 1e15),
     "latency_s": (0.0, 1e6),
     "minutes": (1e-3, 1e6),
-    "rate": (1e-6, 1e6),
-    "share": (1e-3, 1.0),
-    "max_overhead": (0.0, 1.0),
     "slow_factor": (1.0, 1e6),
-    "prefer": (0.0, MOST_PREFERRED),
     "slow_links": (0.0, 1.0),
     "slow_links_factor": (1.0, 1e6),
     "racks_factor": (1.0, 1e6),
     "failures_per_hour": (0.0, 1e6),
     "spread": (0.0, 1.0),
     "chunks": (1, 10**4),
-    "max_staleness": (0, 10**6),
-    "deadline_s": (0.0, 1e6),
     "detect_s": (0.0, 1e6),
     "seed": SEED,
 }
@@ -83,13 +86,8 @@ OPTIONS = {  # command-line option of `simulate` for each attribute of Cluster
     "bytes_per_s": "--network",
     "latency_s": "--network",
     "minutes": "--minutes",
-    "rate": "--rate",
-    "share": "--share",
-    "max_overhead": "--max-overhead",
-    "max_staleness": "--max-staleness",
     "slow": "--slow",
     "slow_factor": "--slow",
-    "prefer": "--prefer-fast-peers",
     "slow_links": "--slow-links",
     "slow_links_factor": "--slow-links",
     "racks": "--racks",
@@ -108,23 +106,15 @@ class Cluster:
         parameters: number of parameters of the model, of 4 bytes each.
         step_s: mean seconds per step of a super learner that is not slow.
         bytes_per_s, latency_s: bandwidth and latency of each super learner's link.
-        strategy: spec of the strategy, as of the option `averaging`.
+        config: the options of training.
         minutes: duration of the training.
-        rate: exchanges per step.
-        share: share of the model that an exchange moves.
-        max_overhead: with `exchange_share="auto"`: the option of this name; then `share` is that of the first
-            exchanges. 0: the share does not change.
-        wire: format of chunks in messages, a wire_dtype; "": that of the parameters.
-        max_staleness: the option of this name; 0: no bound.
         slow: number of super learners whose steps take `slow_factor` times as long.
         slow_links, slow_links_factor: share of the pairs of super learners between which chunks take so many
             times as long.
         racks, racks_factor: number of racks, and how many times as long chunks take between them.
-        prefer: prefer_fast, of strategies that draw their peers.
         failures_per_hour: failure rate of one super learner. In a plan failed ones are not replaced.
         spread: largest relative difference of a step from `step_s`.
         chunks: number of chunks that stand for the model; raised to 1 / the smallest share if smaller.
-        deadline_s: silence after which exchanges with a peer stop until it answers.
         detect_s: time in seconds within which each peer detects a failure.
         seed: seed of all random numbers.
         calibration: the cost of averaging on a host; None: averaging costs a host no time.
@@ -135,24 +125,17 @@ class Cluster:
     step_s: float
     bytes_per_s: float
     latency_s: float
-    strategy: str = "random_pairs"
+    config: Config = PATIENT
     minutes: float = 10.0
-    rate: float = 1.0
-    share: float = 1.0
-    max_overhead: float = 0.0
-    wire: str = ""
-    max_staleness: int = 0
     slow: int = 0
     slow_factor: float = 1.0
     slow_links: float = 0.0
     slow_links_factor: float = 1.0
     racks: int = 1
     racks_factor: float = 1.0
-    prefer: float = 0.0
     failures_per_hour: float = 0.0
     spread: float = 0.05
     chunks: int = 4
-    deadline_s: float = 10.0
     detect_s: float = 5.0
     seed: int = 0
     calibration: Calibration | None = None
@@ -167,17 +150,13 @@ class Cluster:
             in_bound(
                 f"a cluster: {name} ({OPTIONS.get(name, 'no option')})", getattr(self, name), bound
             )
-        if self.wire not in WIRES:
+        config = self.config
+        if config.chooses_bits and not config.chooses_share:
             raise ConfigError(
-                f"a cluster: wire (--wire) is {self.wire!r}, allowed are float16, bfloat16, int8, "
-                "int4 and auto. Leave it out to send the parameters as they are."
+                f"a cluster: wire_dtype=auto with exchange_share={config.exchange_share}: bits are chosen "
+                "together with the share. Set exchange_share=auto too, or wire_dtype=int8."
             )
-        if self.wire == "auto" and not self.max_overhead:
-            raise ConfigError(
-                "a cluster: wire (--wire) is 'auto', and share (--share) is given: bits are chosen together "
-                "with the share. Set --share auto too, or --wire int8."
-            )
-        smallest = FLOOR if self.max_overhead else self.share
+        smallest = FLOOR if config.chooses_share else config.first_share
         object.__setattr__(self, "chunks", max(self.chunks, math.ceil(1 / smallest)))
         if 60 * self.minutes < self.step_s:
             raise ConfigError(
@@ -185,20 +164,15 @@ class Cluster:
                 "(--step). Plan for at least one step."
             )
         self._check_links()
-        if parse(self.strategy).averages == "nothing":
+        if self.strategy.averages == "nothing":
             raise ConfigError(
-                f"a cluster: strategy is {self.strategy!r}, which averages no models and is not simulated. "
-                "Pass another one; the line 'synchronous' of its plan is that of synchronous training."
+                f"a cluster: averaging is {config.averaging!r}, which averages no models and is not "
+                "simulated. Pass another one; the line 'synchronous' of its plan is of synchronous training."
             )
 
     def _check_links(self) -> None:
-        """Raise ConfigError for links or preferences that the simulation would ignore."""
-        strategy, n = parse(self.strategy), self.super_learners
-        if self.prefer and not hasattr(strategy, "prefer_fast"):
-            raise ConfigError(
-                f"a cluster: prefer (--prefer-fast-peers) is {self.prefer:g} with {strategy.spec()}, "
-                "but works with random_pairs and random_ring only. Leave it out, or use one of these."
-            )
+        """Raise ConfigError for links that the simulation would ignore."""
+        n = self.super_learners
         if self.has_slow_links and n > _MOST_WITH_SLOW_LINKS:
             raise ConfigError(
                 f"a cluster: {n} super learners with slow links (--slow-links, --racks), allowed are up to "
@@ -209,6 +183,10 @@ class Cluster:
                 f"a cluster: slow_links (--slow-links) is {self.slow_links:g}, which is no pair of {n} super "
                 "learners. Raise it, or leave it out."
             )
+
+    @property
+    def strategy(self) -> Strategy:
+        return parse(self.config.averaging)
 
     @property
     def model_nbytes(self) -> float:
@@ -297,9 +275,12 @@ class Outcome:
 
     def to_json(self, cluster: Cluster) -> str:
         """Return the outcome, together with the planned job, as a JSON object."""
-        return json.dumps(
-            {"cluster": dataclasses.asdict(cluster), **dataclasses.asdict(self)}, indent=1
-        )
+        return json.dumps({"cluster": fields_of(cluster), **dataclasses.asdict(self)}, indent=1)
+
+
+def fields_of(cluster: Cluster) -> dict[str, Any]:
+    """Return the attributes of a cluster for JSON, of its options those that differ from the defaults."""
+    return {**dataclasses.asdict(cluster), "config": cluster.config.changes(PATIENT)}
 
 
 def plan(cluster: Cluster, progress: Callable[[float], None] | None = None) -> Outcome:
@@ -332,7 +313,9 @@ def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
     """Build the simulated job, not started, and return with it the seconds until each super learner fails."""
     random = np.random.default_rng(c.seed)
     models = [random.standard_normal((c.chunks, ELEMENTS)) for _ in range(c.super_learners)]
-    if c.wire:  # float32 as the planned model, so that 16 bits are half, and sums, which have all bits, whole
+    if (
+        c.config.wire_dtype
+    ):  # float32 as the planned model: 16 bits are half, and sums have all bits
         models = [model.astype(np.float32) for model in models]
     job = job_of(c, models, bytes_scale=c.model_nbytes / models[0].nbytes)
     return job, _strike(job, c)
@@ -377,7 +360,7 @@ def job_of(
     )
     if c.has_slow_links:
         network.slow_paths(c.slowness.tolist())
-    rounds, tables = rounds_of(c.strategy, c.super_learners)
+    rounds, tables = rounds_of(c.config.averaging, c.super_learners)
     means = None
     if rounds is not None and rounds.peers is None:
         means = "replace" if rounds.replaces else "add"
@@ -395,43 +378,39 @@ def job_of(
         look_s=c.step_s / 50,
         checks=False,
         chunk_s=c.averaging_chunk_s * c.chunks / len(models[0]),
-        exchange_share=c.share,
-        max_staleness=c.max_staleness,
+        max_staleness=c.config.max_staleness or 0,
         local=local,
         rare=rare[0],
         rare_period=rare[1],
-        prefer=c.prefer,
         every=_steps_between_copies(c, len(models[0])),
-        aims=c.share < 1,
     )
-    if c.max_overhead:
+    if c.config.chooses_share:
         chunks = len(models[0])
         chunk_s = c.averaging_chunk_s * c.chunks / chunks
-        job.steer = Steering(c.max_overhead, c.rate, chunks, chunk_s, c.wire == "auto")
-    _add(job, c, models, rounds is not None and rounds.peers is not None)
+        job.steer = Steering(c.config, chunks, chunk_s)
+    _add(job, c, models)
     if joining is not None:
-        plans = functools.partial(member_plans, c.strategy)
+        plans = functools.partial(member_plans, c.config.averaging)
         job.expect(plans, joining, most, own_steps=rounds is None)
     return job
 
 
 def _steps_between_copies(c: Cluster, chunks: int) -> int:
     """Return the steps between two copies of a chunk to the engine, for the first share of exchanges."""
-    plan = parse(c.strategy).plan(0, c.super_learners)
-    if not leaves_out(plan, c.share, c.max_staleness):
+    plan, share = c.strategy.plan(0, c.super_learners), c.config.first_share
+    if not leaves_out(plan, share, c.config.max_staleness):
         return 1
-    return steps_between_copies(Moves(c.share, c.rate), chunks)
+    return steps_between_copies(Moves(share, c.config.exchanges_per_step), chunks)
 
 
-def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]], in_pairs: bool) -> None:
-    weight = parse(c.strategy).plan(0, c.super_learners).weight
-    lane_nbytes, dtype = models[0].strides[0], DTYPES[models[0].dtype.name]
-    for i, schedule in enumerate(schedules(c.strategy, c.super_learners)):
+def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]]) -> None:
+    options = dataclasses.replace(
+        options_of(c.config, c.super_learners, models[0].strides[0]),
+        deadline_s=max(c.config.deadline_s, 2 * c.slowest_exchange_s),
+    )
+    for i, schedule in enumerate(schedules(c.config.averaging, c.super_learners)):
         step_s = (c.step_s + c.averaging_step_s) * (c.slow_factor if i < c.slow else 1.0)
-        job.add(
-            schedule, weight, c.rate, in_pairs, models[i], 0, dtype, WIRES[c.wire], lane_nbytes,
-            NEVER, step_s, c.spread, 0.0, max(c.deadline_s, 2 * c.slowest_exchange_s), 5.0,
-        )  # fmt: skip
+        job.add(schedule, options, models[i], NEVER, step_s, c.spread)
 
 
 def _strike(job: Job, c: Cluster) -> npt.NDArray[np.float64]:
@@ -532,7 +511,7 @@ def _outcome(
     rates = sent / np.maximum(lived_s, 1e-9)  # a super learner may fail at time 0
     n = c.super_learners
     # with 16 bits models come no closer than rounding lets them
-    decay = None if c.wire else _decay(distances)
+    decay = None if c.config.wire_dtype else _decay(distances)
     return Outcome(
         # the first step is shorter, so made steps / expected steps may exceed 1
         steps_kept=min(float(steps.sum() / (n * seconds / c.step_s)), 1.0),
@@ -543,9 +522,9 @@ def _outcome(
         staleness=staleness.tolist(),
         decay=decay,
         decay_per_s=None if decay is None else _decay(_over_time(c, distances)),
-        decay_in_theory=theoretical_decay(n, c.share)
-        if parse(c.strategy).name == "random_pairs"
-        and not (c.prefer or c.has_slow_links or c.max_overhead)
+        decay_in_theory=theoretical_decay(n, c.config.first_share)
+        if c.strategy.name == "random_pairs"
+        and not (c.strategy.plan(0, n).prefer_fast or c.has_slow_links or c.config.chooses_share)
         else None,
         distances=distances,
         bytes_per_s=(float(rates.mean()), float(rates.max())),

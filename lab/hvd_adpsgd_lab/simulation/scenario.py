@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.formats import AUTO, CHOSEN
 from hvd_adpsgd.strategies import Rounds, parse
 from hvd_adpsgd.strategies.validation import MOST_PREFERRED
 from hvd_adpsgd_lab.simulation.bounds import SEED, Bound, check_fields, in_bound, in_bounds
@@ -60,8 +63,17 @@ _WITH_PEER = ("cut", "sever", "suspect", "break")
 # seconds until a connection that ended is open again: least and largest power of ten; a time that is too long
 _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
-DTYPES = {"float32": 0, "float64": 1, "float16": 3}
-WIRES = {"": -1, "bfloat16": 2, "float16": 3, "int8": 4, "int4": 5, "auto": 6}
+DTYPES = ("float32", "float64", "float16")
+DEFAULTS = Config(report_s=0.0)  # simulated engines report nothing, unless a scenario asks for it
+# options by the names that they had in scenarios that are kept as JSON
+_OLD_NAMES = {
+    "strategy": "averaging",
+    "wire": "wire_dtype",
+    "share": "exchange_share",
+    "max_staleness": "max_staleness",
+}
+CODES = {float(each.bits): each.code for each in CHOSEN}  # by the value of a fault "bits"
+_WIRES = (None, None, None, "bfloat16", "float16", "int8", "int4", AUTO, AUTO)
 Table = list[tuple[int, int]]
 Engaged = tuple[list[int], float, Table | None]
 LONGEST_S = 200.0  # longest run, in virtual time
@@ -83,9 +95,7 @@ BOUNDS: dict[str, Bound] = {
     "slack": (0.0, 1e6),
     "detect_s": TIME,
     "leave_deadline_s": TIME,
-    "max_staleness": (0, 10**6),
     "reports_s": TIME,
-    "share": (1e-6, 1.0),
 }
 LEARNER_BOUNDS: dict[str, Bound] = {
     "rate": (0.0, 1e6),
@@ -97,7 +107,7 @@ LEARNER_BOUNDS: dict[str, Bound] = {
 VALUES: dict[str, Bound] = {
     "slow": (1e-3, 1e6),
     "link": BOUNDS["bytes_per_s"],
-    "share": BOUNDS["share"],
+    "share": (1e-6, 1.0),
     "bits": (0.0, 8.0),
     "extend": (0.0, float(BOUNDS["later"][1])),
 }
@@ -136,7 +146,9 @@ class Fault:
             return (self.peers, self.value)
         if self.kind == "suspect":
             return self.peers
-        if self.kind in ("bits", "extend"):
+        if self.kind == "bits":
+            return (CODES[self.value],)
+        if self.kind == "extend":
             return (int(self.value),)
         return (self.value,) if self.kind in ("stop", "slow", "link", "share") else ()
 
@@ -166,11 +178,11 @@ class Scenario:
 
     Attributes:
         seed: seed of all random choices during the run, such as delays of messages and lengths of steps.
-        strategy: spec of the strategy, as of the option `averaging`.
+        config: the options; but exchanges per step and times, shorter than options allow, are those below.
         steps: number of steps of each super learner.
         chunks, elements: number of chunks of the model, and of elements per chunk.
         later: number of chunks that are added later, with a parameter group.
-        dtype, wire: element type of the parameters, and of chunks in messages ("": that of the parameters).
+        dtype: element type of the parameters.
         latency_s: smallest latency of a message, in seconds.
         jitter: a latency is `latency_s` times a number from 1 to 1 + jitter.
         late: probability that a message takes up to 200 latencies.
@@ -182,24 +194,21 @@ class Scenario:
         learners: the super learners.
         hosts: the host of each super learner; super learners of one host share memory. (): no shared memory.
         faults: the faults, in any order.
-        max_staleness: the option of this name, 0 for None.
-        share: the option exchange_share.
-        shown: whether super learners of one host read each other's models directly in shared memory.
         reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
+        shown: whether super learners of one host read each other's models directly in shared memory.
         rare_period: chunks with odd numbers move in every so-manyth exchange only.
-        prefer: prefer_fast.
+        prefer: prefer_fast, also of strategies that have no such argument.
         copy_every: steps between two copies of a chunk without a correction to the engine.
         aims: whether a random half of the windows are where models differ most.
     """
 
     seed: int
-    strategy: str
+    config: Config
     steps: int
     chunks: int
     later: int
     elements: int
     dtype: str
-    wire: str
     latency_s: float
     jitter: float
     late: float
@@ -210,9 +219,7 @@ class Scenario:
     learners: tuple[Learner, ...]
     hosts: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
-    max_staleness: int = 0
     reports_s: float = 0.0
-    share: float = 1.0
     shown: bool = False
     late_control: float = 0.0
     rare_period: int = 1
@@ -223,21 +230,20 @@ class Scenario:
     def __post_init__(self) -> None:
         in_bounds("scenario", self, BOUNDS, REPLAYED)
         _one_of("scenario: dtype", self.dtype, DTYPES)
-        _one_of("scenario: wire", self.wire, WIRES)
         in_bound("scenario: the number of learners", self.size, LEARNERS, REPLAYED)
         for i, learner in enumerate(self.learners):
             in_bounds(f"scenario: learner {i}", learner, LEARNER_BOUNDS, REPLAYED)
         for i, fault in enumerate(self.faults):
             _check_fault(f"scenario: fault {i}", fault, self.processes)
             if fault.kind == "bits":
-                _check_bits(f"scenario: fault {i}", fault, self.wire)
+                _check_bits(f"scenario: fault {i}", fault, self.config)
         for host in self.hosts:
             in_bound("scenario: a host", host, (0, 10**6), REPLAYED)
         if self.hosts:
             in_bound(
                 "scenario: the number of hosts", len(self.hosts), (self.size, self.size), REPLAYED
             )
-        parse(str(self.strategy))
+        parse(self.config.averaging)
 
     @property
     def size(self) -> int:
@@ -258,6 +264,10 @@ class Scenario:
         """Whether messages travel over (TCP) connections, which faults may end."""
         return any(fault.kind == "break" for fault in self.faults)
 
+    def with_options(self, **options: Any) -> Scenario:
+        """Return the scenario with other options of training."""
+        return dataclasses.replace(self, config=self.config.replace(**options))
+
     @classmethod
     def random(cls, seed: int) -> Scenario:
         """Return a random scenario for a seed: a seed gives the same scenario on every machine."""
@@ -275,13 +285,12 @@ class Scenario:
             leave_deadline_s = float(f"{exchange_s * c.between(0.3, 2):.3g}")
         drawn = cls(
             seed=seed,
-            strategy=strategy,
             steps=steps,
             chunks=chunks,
             later=later,
             elements=elements,
             dtype=c.choose(("float64", "float64", "float32")),
-            wire=c.choose(("", "", "", "bfloat16", "float16", "int8", "int4", "auto", "auto")),
+            config=DEFAULTS.replace(averaging=strategy, wire_dtype=c.choose(_WIRES)),
             latency_s=latency_s,
             jitter=c.between(0, 5),
             late=c.choose((0.0, 0.0, 0.01, 0.1)),
@@ -299,7 +308,8 @@ class Scenario:
 
     def to_json(self) -> str:
         """Return the simulated job and its faults as one line of JSON, which `from_json` reads."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        fields = {**dataclasses.asdict(self), "config": self.config.changes(DEFAULTS)}
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Scenario:
@@ -311,6 +321,8 @@ class Scenario:
         what = f"not a scenario: {text[:80]!r}"
         try:
             found = json.loads(text)
+            if isinstance(found, dict) and "config" not in found:
+                found = _with_config(found)
             check_fields(what, found, cls, REPLAYED)
             for each in found["learners"]:
                 check_fields("not a scenario: a learner", each, Learner, REPLAYED)
@@ -321,7 +333,8 @@ class Scenario:
                 Fault(**{**each, "peers": tuple(each.get("peers", ()))})
                 for each in found.get("faults", ())
             )
-            return cls(**{**found, "hosts": tuple(found.get("hosts", ()))})
+            config = DEFAULTS.replace(**found["config"])
+            return cls(**{**found, "config": config, "hosts": tuple(found.get("hosts", ()))})
         except ConfigError:
             raise
         except (ValueError, TypeError, RecursionError) as error:
@@ -332,16 +345,15 @@ class Scenario:
         shared = f", hosts {list(self.hosts)}" if self.hosts else ", no shared memory"
         shared += ", models read where they lie" if self.shown else ""
         lines = [
-            f"seed {self.seed}: {self.size} super learners, {self.strategy}, {self.steps} steps",
+            f"seed {self.seed}: {self.size} super learners, {self.steps} steps, "
+            f"{', '.join(f'{name}={value}' for name, value in self.config.changes(DEFAULTS).items())}",
             f"  {self.chunks} chunks (+ {self.later} later) of {self.elements} {self.dtype}"
-            f"{', on the wire ' + self.wire if self.wire else ''}{shared}",
+            f"{shared}",
             f"  latency {self.latency_s} s (+ up to {self.jitter:g} times, {self.late:.0%} late), "
             f"{self.bytes_per_s:g} bytes/s, "
             f"slack {self.slack:g}, failures found within {self.detect_s} s"
             f"{f', control messages {self.late_control:.0%} late' if self.late_control else ''}"
-            f"{f', max_staleness {self.max_staleness}' if self.max_staleness else ''}"
             f"{f', reports every {self.reports_s:g} s' if self.reports_s else ''}"
-            f"{f', exchanges of {self.share:.3g} of the model' if self.share < 1 else ''}"
             f"{f', odd chunks in every {self.rare_period}th exchange' if self.rare_period > 1 else ''}"
             f"{f', fast peers preferred by {self.prefer:g}' if self.prefer else ''}"
             f"{f', chunks copied every {self.copy_every}th step' if self.copy_every > 1 else ''}"
@@ -382,12 +394,22 @@ def _check_fault(where: str, fault: Fault, n: int) -> None:
         in_bound(f"{where}: the number of its peers", len(fault.peers), (1, 1), REPLAYED)
 
 
-def _check_bits(where: str, fault: Fault, wire: str) -> None:
-    if fault.value not in (0, 4, 8) or wire != "auto":
+def _check_bits(where: str, fault: Fault, config: Config) -> None:
+    if fault.value not in CODES or not config.chooses_bits:
         raise ConfigError(
-            f"{where}: bits {fault.value:g} with wire {wire!r}, allowed are 0, 4 and 8 with wire 'auto'. "
-            "Correct the fault or the wire."
+            f"{where}: bits {fault.value:g} with wire_dtype {config.wire_dtype!r}, allowed are "
+            f"{', '.join(f'{bits:g}' for bits in CODES)} with wire_dtype 'auto'. Correct one of them."
         )
+
+
+def _with_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a scenario that was written before it had a Config."""
+    options = {_OLD_NAMES[name]: fields[name] for name in fields.keys() & _OLD_NAMES}
+    words = {name: options.get(name) or None for name in ("wire_dtype", "max_staleness")}
+    return {
+        **{name: value for name, value in fields.items() if name not in _OLD_NAMES},
+        "config": {**options, **words},
+    }
 
 
 # ---- drawing ------------------------------------------------------------------------------------
@@ -445,13 +467,15 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
     than a whole exchange; a running super learner that is taken for failed; several super learners that leave
     together; a joining super learner; exchanges that are cut short.
     """
-    bounds = (0, 0, 1, 2, 4) if rounds_of(s.strategy, s.size)[0] is None else (0,)
+    bounds = (0, 0, 1, 2, 4) if rounds_of(s.config.averaging, s.size)[0] is None else (0,)
     faults = list(s.faults)
     for fault in s.faults:
         if fault.kind == "crash" and c.happens(0.3):
             other = (fault.who + c.integer(1, s.size - 1)) % s.size
             faults.append(Fault(fault.at_s + c.between(0, 20) * s.latency_s, "crash", other))
-    s = dataclasses.replace(s, max_staleness=c.choose(bounds), faults=tuple(faults))
+    s = dataclasses.replace(
+        s.with_options(max_staleness=c.choose(bounds) or None), faults=tuple(faults)
+    )
     if c.happens(0.05):
         s = dataclasses.replace(s, chunks=1, later=0, bytes_per_s=1e9, late=0.3)
     if c.happens(0.1):
@@ -460,7 +484,7 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         at_s = c.between(0, 1.3 * s.steps * min(learner.step_s for learner in s.learners))
         s = dataclasses.replace(s, faults=(*s.faults, Fault(at_s, "suspect", who, (other,))))
     if c.happens(0.3):
-        s = dataclasses.replace(s, share=c.choose((0.5, 0.25, 0.0625)))
+        s = s.with_options(exchange_share=c.choose((0.5, 0.25, 0.0625)))
     if s.hosts and c.happens(0.6):
         s = dataclasses.replace(s, shown=True)
     if c.happens(0.08):
@@ -502,10 +526,10 @@ def _with_options(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, rare_period=c.choose((2, 4, 8)))
     if c.happens(0.2):
         s = dataclasses.replace(s, prefer=c.choose((0.5, 0.95)))
-    gossips = rounds_of(s.strategy, s.size)[0] is None and not s.max_staleness
-    if s.share < 1 and gossips and c.happens(0.5):
+    gossips = rounds_of(s.config.averaging, s.size)[0] is None and not s.config.max_staleness
+    if s.config.first_share < 1 and gossips and c.happens(0.5):
         s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
-    if s.share < 1 and c.happens(0.5):
+    if s.config.first_share < 1 and c.happens(0.5):
         s = dataclasses.replace(s, aims=True)
     return s
 
@@ -517,7 +541,7 @@ def _with_changes(s: Scenario, c: Chance) -> Scenario:
     """
     until_s = 1.3 * s.steps * min(learner.step_s for learner in s.learners)
     values: dict[str, tuple[float, ...]] = {}
-    if s.wire == "auto":
+    if s.config.chooses_bits:
         values["bits"] = (0.0, 4.0, 8.0)
     if c.happens(0.1):
         values["share"] = (1.0, 0.5, 0.25, 0.05)
@@ -537,8 +561,8 @@ def _cut_short(s: Scenario, c: Chance) -> Scenario:
     exchange_s = min(learner.step_s for learner in s.learners) * c.between(2, 8)
     return dataclasses.replace(
         s,
+        config=s.config.replace(exchange_share=1.0),
         chunks=chunks,
-        share=1.0,
         bytes_per_s=float(f"{8 * s.elements * chunks / exchange_s:.3g}"),
         leave_deadline_s=float(f"{exchange_s * c.between(0.3, 1.5):.3g}"),
     )
@@ -566,7 +590,7 @@ def _answers_late(s: Scenario, c: Chance) -> Scenario:
         faults.append(Fault(0.0, "leave", c.integer(0, kept - 1)))
     return dataclasses.replace(
         s,
-        strategy="random_pairs",
+        config=s.config.replace(averaging="random_pairs", max_staleness=None),
         steps=steps,
         chunks=c.choose((1, 1, 12)),
         later=0,
@@ -575,7 +599,6 @@ def _answers_late(s: Scenario, c: Chance) -> Scenario:
         bytes_per_s=1e9,
         learners=learners,
         hosts=s.hosts[:kept],
-        max_staleness=0,
         faults=tuple(dataclasses.replace(f, at_s=steps * step_s * c.between(0, 1)) for f in faults),
     )
 
@@ -645,6 +668,12 @@ def pair_weight(strategy: str, n: int) -> float:
     return parse(strategy).plan(0, n).weight
 
 
+def options_of(config: Config, n: int, chunk_nbytes: int) -> EngineOptions:
+    """Return the options of one of n simulated engines, with chunks of so many bytes."""
+    plan = parse(config.averaging).plan(0, n)
+    return dataclasses.replace(EngineOptions.of(config, plan), chunk_nbytes=chunk_nbytes)
+
+
 def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     """Build the simulated job of a scenario, not started.
 
@@ -665,7 +694,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         late_control=s.late_control,
         streams=s.streams,
     )
-    rounds, tables = rounds_of(s.strategy, n)
+    rounds, tables = rounds_of(s.config.averaging, n)
     means = None
     if rounds is not None and rounds.peers is None:
         means = "replace" if rounds.replaces else "add"
@@ -680,20 +709,16 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         warm_up=rounds.warm_up if rounds else 0,
         detect_s=s.detect_s,
         trace=trace,
-        max_staleness=s.max_staleness,
-        reports_s=s.reports_s,
-        exchange_share=s.share,
+        max_staleness=s.config.max_staleness or 0,
         rare=range(1, s.chunks + s.later, 2) if s.rare_period > 1 else (),
         rare_period=s.rare_period,
-        prefer=s.prefer,
         every=s.copy_every,
-        aims=s.aims,
     )
     _add_learners(job, s)
     if s.hosts:
         job.share(s.hosts, 8 * s.elements, s.shown)
     if s.processes > n:
-        job.expect(functools.partial(member_plans, s.strategy), most=s.processes - n)
+        job.expect(functools.partial(member_plans, s.config.averaging), most=s.processes - n)
     for fault in s.faults:
         job.strike(fault.at_s, fault.kind, fault.who, *fault.arguments())
     return job
@@ -718,28 +743,28 @@ def member_plans(strategy: str, numbers: Sequence[int], n: int) -> list[Engaged]
 
 def _add_learners(job: Job, s: Scenario) -> None:
     c = Chance(s.seed + 1)
-    in_pairs = rounds_of(s.strategy, s.size)[1] is not None
-    weight = pair_weight(s.strategy, s.size)
+    options = options_of(s.config, s.size, 8 * s.elements)
     for i, learner in enumerate(s.learners):
         model = np.array(
             [c.integer(-1000, 1000) / 8 for _ in range((s.chunks + s.later) * s.elements)], s.dtype
         ).reshape(-1, s.elements)
         job.add(
-            schedules(s.strategy, s.size)[i],
-            weight,
-            learner.rate,
-            in_pairs,
+            schedules(s.config.averaging, s.size)[i],
+            dataclasses.replace(
+                options,
+                rate=learner.rate,
+                deadline_s=learner.deadline_s,
+                leave_deadline_s=s.leave_deadline_s,
+                report_s=s.reports_s,
+                prefer_fast=s.prefer,
+                aims=s.aims,
+            ),
             model,
-            s.later,
-            DTYPES[s.dtype],
-            WIRES[s.wire],
-            8 * s.elements,
             s.steps,
             learner.step_s,
             learner.spread,
             learner.node_s,
-            learner.deadline_s,
-            s.leave_deadline_s,
+            s.later,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd_lab.simulation.ledger import BrokenPromise
-from hvd_adpsgd_lab.simulation.scenario import Fault, Scenario, run
+from hvd_adpsgd_lab.simulation.scenario import DEFAULTS, Fault, Scenario, run
 
 __all__ = ["broken_by", "shrink"]
 
@@ -16,14 +16,11 @@ MOST_RUNS = 400
 _PLAIN: dict[str, Any] = {
     "later": 0,
     "elements": 1,
-    "wire": "",
     "dtype": "float64",
     "hosts": (),
     "jitter": 0.0,
     "late": 0.0,
-    "max_staleness": 0,
     "reports_s": 0.0,
-    "share": 1.0,
     "shown": False,
     "rare_period": 1,
     "prefer": 0.0,
@@ -112,6 +109,8 @@ def _plainer(s: Scenario) -> Iterator[dict[str, Any]]:
     for name, value in _PLAIN.items():
         if getattr(s, name) != value:
             yield {name: value}
+    for name in s.config.changes(DEFAULTS).keys() - {"averaging"}:
+        yield {"config": s.config.replace(**{name: getattr(DEFAULTS, name)})}
     for name, value in (("spread", 0.0), ("node_s", 0.0)):
         if any(getattr(x, name) != value for x in s.learners):
             yield {"learners": tuple(dataclasses.replace(x, **{name: value}) for x in s.learners)}

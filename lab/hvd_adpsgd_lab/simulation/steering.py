@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 
 if TYPE_CHECKING:
@@ -32,21 +33,16 @@ class Steering:
     The cost of averaging is the time of the engines: simulated trainers lose none to them.
 
     Args:
-        bound: largest cost, as a part of the time of steps.
-        due: exchanges per step.
+        config: the options, with exchange_share="auto".
         chunks: chunks of the model.
         chunk_s: how long an engine works on one, s.
-        chooses_bits: whether bits are chosen, too.
 
     Attributes:
         choices: all choices so far.
     """
 
-    def __init__(
-        self, bound: float, due: float, chunks: int, chunk_s: float, chooses_bits: bool = False
-    ):
-        self._bound, self._due, self._chunks, self._chunk_s = bound, due, chunks, chunk_s
-        self._chooses_bits = chooses_bits
+    def __init__(self, config: Config, chunks: int, chunk_s: float):
+        self._config, self._chunks, self._chunk_s = config, chunks, chunk_s
         self._controls: dict[int, ShareControl] = {}
         self._steps: Counter[int] = Counter()
         self.choices: list[Choice] = []
@@ -58,7 +54,9 @@ class Steering:
             return
         if i not in self._controls:
             self._controls[i] = ShareControl(
-                self._bound, self._due, chooses_bits=self._chooses_bits
+                self._config.max_overhead,
+                self._config.exchanges_per_step,
+                chooses_bits=self._config.chooses_bits,
             )
         control = self._controls[i]
         made, c = control.decisions, job.loop_of(i).counters()
@@ -76,9 +74,11 @@ class Steering:
             )
         )
         job.loop_of(i).move_share(share)
-        if self._chooses_bits:
-            job.loop_of(i).use_bits(control.bits)
+        if self._config.chooses_bits:
+            job.loop_of(i).use_format(control.wire_format.code)
         if control.decisions > made:
             self.choices.append(
-                Choice(job.now_s, i, share, control.bits, control.overhead, control.demand)
+                Choice(
+                    job.now_s, i, share, control.wire_format.bits, control.overhead, control.demand
+                )
             )

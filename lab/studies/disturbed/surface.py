@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adpsgd_lab.simulation.planner import Cluster, plan
+from hvd_adpsgd_lab.simulation.planner import PATIENT, Cluster, plan
 
 from . import jobs, network, picture
 from .hosts import Hosts
@@ -97,8 +97,8 @@ def predicted(cell: Cell, step_s: float) -> float:
     parameters, rate = network.MODELS[model], LINKS[link] / 8
     exchange_s = 4 * parameters / rate
     minutes = max(20 * step_s, 20 * exchange_s) / 60
-    wire = SCHEMES[scheme].get("wire_dtype", "")
-    cluster = Cluster(2, parameters, step_s, rate, LATENCY_S, minutes=minutes, wire=wire)
+    config = PATIENT.replace(wire_dtype=SCHEMES[scheme].get("wire_dtype"))
+    cluster = Cluster(2, parameters, step_s, rate, LATENCY_S, config, minutes=minutes)
     return plan(cluster).exchanges_per_step
 
 

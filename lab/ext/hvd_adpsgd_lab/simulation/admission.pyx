@@ -22,6 +22,8 @@ receive the decision within its deadline, or if the giver is lost before it has 
 
 from libc.stdint cimport uintptr_t
 
+from dataclasses import replace
+
 import numpy as np
 
 from hvd_adpsgd.engine.admission import MOVE_S, Member, MemberStage
@@ -31,7 +33,7 @@ from hvd_adpsgd_lab.simulation.chance cimport between, happens, uniform
 from hvd_adpsgd_lab.simulation.network cimport LATE, cut_until, enter
 from hvd_adpsgd_lab.simulation.newcomers cimport Admission, Newcomers, is_in_stage, open_next
 from hvd_adpsgd_lab.simulation.promises cimport check_joined, check_moved
-from hvd_adpsgd_lab.simulation.seats cimport Make, make_engine, share_memory, show_models
+from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory, show_models
 from hvd_adpsgd_lab.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
 from hvd_adpsgd_lab.simulation.trainers cimport absorb, begin_rest, follow, leave_job, refresh
 
@@ -140,7 +142,6 @@ cdef int make_engines(JobState job) except -1:
     cdef Admission m = job.admission
     cdef Newcomers them = job.newcomers
     cdef int first = job.n, q, at
-    cdef Make how
     cdef Actor* a
     them.ranks[m.newcomer:] = [m.number]
     by_rank = {them.ranks[q]: q for q in (*m.members, m.newcomer)}
@@ -153,11 +154,10 @@ cdef int make_engines(JobState job) except -1:
         at = first + place
         q = by_rank[numbers[place]]
         job.network.place(at, first, len(numbers), q)
-        how = job.given[q % them.n]     # newcomers have the options of the first members
-        how.weight = weight
+        options, in_node = job.given[q % them.n]     # newcomers have the options of the first members
         is_new = q == m.newcomer
         model = job.models[job.seats[q]] if not is_new else new_model(job, q, m.number)
-        make_engine(job, schedule, model, &how, -1 if is_new else job.seats[q])
+        make_engine(job, schedule, model, replace(options, weight=weight), in_node, -1 if is_new else job.seats[q])
         if job.tables is not None:
             job.tables.append(table)
         a = &job.actors[at]
@@ -165,7 +165,7 @@ cdef int make_engines(JobState job) except -1:
         m.places[q] = at
     job.n += len(numbers)
     if job.hosts is not None:
-        share_memory(job, first, len(numbers), how.lane_nbytes)
+        share_memory(job, first, len(numbers), options.chunk_nbytes)
         if job.shown:
             show_models(job, first, len(numbers))
     job.seats[m.newcomer] = m.places[m.newcomer]

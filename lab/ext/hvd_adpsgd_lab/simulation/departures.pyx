@@ -53,7 +53,7 @@ cdef double message_s(JobState job):
     cdef int i
     for i in range(job.n):
         slowest = min(slowest, job.net.links[i].bytes_per_s)
-    cdef double chunks = job.given[0]["lane_nbytes"] * rules.bytes_scale / slowest
+    cdef double chunks = job.given[0][0].chunk_nbytes * rules.bytes_scale / slowest
     return rules.latency_s * (1 + rules.jitter + late) + (BEFORE * chunks if job.net.streams != NULL else 0.0)
 
 

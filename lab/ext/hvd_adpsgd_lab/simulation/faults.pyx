@@ -91,7 +91,7 @@ cdef int struck(JobState job, int which) except -1:
     elif kind == SHARE:
         job.loops[who].move_share(arguments[0])
     elif kind == BITS:
-        job.loops[who].use_bits(arguments[0])
+        job.loops[who].use_format(arguments[0])
     elif kind == BREAK:
         break_connections(job, process, arguments[0], arguments[1])
     return 0

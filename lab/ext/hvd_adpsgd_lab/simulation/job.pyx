@@ -9,7 +9,11 @@ fault happens. All run in one thread and without real time: the same seed gives 
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
+import dataclasses
+
 import numpy as np
+
+from hvd_adpsgd.engine.layout import DTYPE_CODES
 
 from hvd_adpsgd_lab.simulation.bounds import in_bound
 from hvd_adpsgd_lab.simulation.coverage import MESSAGES, STATES
@@ -27,7 +31,7 @@ from hvd_adpsgd_lab.simulation.leftovers cimport take_back
 from hvd_adpsgd_lab.simulation.network cimport ARRIVAL, Entry, Envelope, Network, arrive, bytes_sent, enter, leave
 from hvd_adpsgd_lab.simulation.newcomers cimport Admission, Newcomers, open_next
 from hvd_adpsgd_lab.simulation.promises cimport add_model, check_end, check_over, check_turn
-from hvd_adpsgd_lab.simulation.seats cimport Make, make_engine, share_memory, show_models
+from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory, show_models
 from hvd_adpsgd_lab.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, Actor, JobState
 from hvd_adpsgd_lab.simulation.streams cimport COUNT, REDIAL, came, read_count
 from hvd_adpsgd_lab.simulation.trainers cimport act, give_up, watch
@@ -56,8 +60,6 @@ cdef class Job(JobState):
         trace: record events, for `story` and `timeline`.
         chunk_s: how long an engine works on a chunk, s.
         max_staleness: the option of that name; 0: no bound.
-        reports_s: seconds between an engine's messages with reports; 0: no reports.
-        exchange_share: the option of that name.
         local: an object that updates models in place of random updates. For the trainer of a process these methods
             are called, in this order: `update(process, step)`, which changes the model in place;
             `after_corrections(process)`; if the step waits for a round, `before_round(process)`, and once the
@@ -66,16 +68,13 @@ cdef class Job(JobState):
             giver's state is copied for the newcomer, and `joins(process)` when the newcomer has received it;
             `stays_out(rank)` if a newcomer with that rank is not admitted.
         rare, rare_period: numbers of chunks that move in every `rare_period`th exchange only.
-        prefer: the option prefer_fast_peers.
         every: steps between two copies of a chunk without a correction to the mirror.
-        aims: whether a random half of the windows are where models differ most.
     """
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
                   means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
                   bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
-                  double reports_s=0.0, double exchange_share=1.0, local=None, rare=(), int rare_period=1,
-                  double prefer=0.0, int every=1, bint aims=False):
+                  local=None, rare=(), int rare_period=1, int every=1):
         self.network = network
         self.net = &network.net
         self.n = self.living = network.size
@@ -103,11 +102,7 @@ cdef class Job(JobState):
         self.checks = checks
         self.chunk_s = chunk_s
         self.max_staleness = max_staleness
-        self.reports_s = reports_s
-        self.exchange_share = exchange_share
-        self.prefer = prefer
         self.every, self.moved = every, {}
-        self.aims = aims
         self.rare, self.rare_period = set(rare), rare_period
         self.story = [] if trace else None
         self.timeline = [] if trace else None
@@ -115,23 +110,24 @@ cdef class Job(JobState):
     def __dealloc__(self):
         free(self.actors)
 
-    def add(self, schedule, double weight, double rate, bint offered_only, model, int later, int dtype, int wire_type,
-            int64_t lane_nbytes, int64_t steps, double step_s, double spread, double node_s, double deadline_s,
-            double leave_deadline_s):
+    def add(self, schedule, options, model, int64_t steps, double step_s, double spread=0.0, double node_s=0.0, int later=0):
         """Add the engine of the next rank; the fault extend adds the last `later` chunks of `model` later.
 
         Args:
+            schedule: ranks of the peers to ask.
+            options: an EngineOptions.
             model: array (chunks, elements).
+            steps, step_s, spread, node_s: see scenario.Learner.
         """
         cdef int rank = len(self.loops)
         cdef Actor* a = &self.actors[rank]
-        cdef Make how = [weight, rate, offered_only, dtype, wire_type, lane_nbytes, node_s > 0, deadline_s, leave_deadline_s]
-        self.leave_deadline_s = leave_deadline_s
+        options = dataclasses.replace(options, timeline=self.checks)    # promises are checked event by event
+        self.leave_deadline_s = options.leave_deadline_s
         self.nchunks = len(model) - later
         self.later = later
-        self.dtype = dtype
-        self.given.append(how)
-        make_engine(self, schedule, model, &how)
+        self.dtype = DTYPE_CODES[model.dtype.name]
+        self.given.append((options, node_s > 0))
+        make_engine(self, schedule, model, options, node_s > 0)
         a.steps, a.step_s, a.spread, a.node_s = steps, step_s, spread, node_s
         if self.checks:
             self.expected = model + (np.zeros(model.shape, np.float64) if self.expected is None else self.expected)

@@ -14,39 +14,32 @@ from hvd_adpsgd_lab.simulation.state cimport NEVER, Actor, JobState
 from hvd_adpsgd_lab.simulation.streams cimport StreamWire
 
 
-cdef int make_engine(JobState job, schedule, model, Make* how, int before=-1) except -1:
+cdef int make_engine(JobState job, schedule, model, options, bint in_node, int before=-1) except -1:
     """Make the engine of the next index; the network must already have its place.
 
+    `in_node`: its super learner has several learners.
     If it replaces the engine `before` it uses the memory of that, so that a chunk which the old engine merges
     before it ends is not lost."""
     cdef int at = len(job.loops)
     cdef Actor* a = &job.actors[at]
     cdef Link* link = &job.net.links[at]
-    cdef int nslots = 3 if how.in_node else 2
+    cdef int nslots = 3 if in_node else 2
     wire = StreamWire if job.net.streams != NULL else SimulatedWire
     cdef Loop loop = Loop(wire(job.network, at), SimulatedClock(job.network),
                           Store(nslots) if before < 0 else job.stores[before],
-                          np.ascontiguousarray(schedule, dtype=np.intc), how.weight, how.rate, how.wire_type,
-                          how.offered_only, how.deadline_s, how.leave_deadline_s, how.lane_nbytes, job.checks)
+                          np.ascontiguousarray(schedule, dtype=np.intc), options)
     job.late.append(None)
     job.models.append(model)
     job.stores.append(loop.keep[2])
     job.loops.append(loop)
     if before < 0:
         job.areas.append((*job.area_for(model, nslots), np.zeros((nslots, len(model)), np.uint8)))
-        job.followers.append(Store(nslots) if how.in_node and job.checks else None)
+        job.followers.append(Store(nslots) if in_node and job.checks else None)
         job.add_chunks(at, 0, job.nchunks)
     else:
         job.areas.append(job.areas[before])
         job.followers.append(job.followers[before])
     job.lay_out(loop, job.nchunks, 17)
-    loop.move_share(job.exchange_share)
-    if job.aims:
-        loop.aim()
-    if job.prefer > 0:
-        loop.prefer_fast(job.prefer)
-    if job.reports_s > 0:
-        loop.share_reports(job.reports_s)
     if job.means is not None:
         loop.average_all(True)
         job.gossips |= len(schedule) > 0    # none if all neighbours in the ring have failed

@@ -15,6 +15,7 @@ from libc.string cimport memset
 
 import numpy as np
 
+from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd_lab.simulation.ledger import BrokenPromise
 
 from hvd_adpsgd.engine.core cimport Core, Exchange
@@ -120,8 +121,9 @@ cdef class SmallJob:
     cdef int add(self, int i) except -1:
         cdef Learner* a = &self.learners[i]
         cdef Store chunks = Store(SLOTS)
-        cdef Loop loop = Loop(self.wires[i], self.clocks[i], chunks, self.schedules[i], self.weight, 1.0, -1, False,
-                              DEADLINE_S, DEADLINE_S, LANE_NBYTES, False)
+        cdef Loop loop = Loop(self.wires[i], self.clocks[i], chunks, self.schedules[i],
+                              EngineOptions(self.weight, chunk_nbytes=LANE_NBYTES, deadline_s=DEADLINE_S,
+                                            leave_deadline_s=DEADLINE_S))
         cdef double* mirror = self.numbers + i * (SLOTS + 2) * self.chunks
         cdef uintptr_t full = self.full.ctypes.data + SLOTS * i * self.chunks
         cdef int c, s

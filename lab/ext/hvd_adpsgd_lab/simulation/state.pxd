@@ -99,7 +99,7 @@ cdef class JobState:
     cdef list models            # [engine]: array (chunks, elements) of its parameters
     cdef list areas             # [engine]: mirror, slots, and what the slots hold
     cdef list kept              # memory that engines on one host share, kept alive
-    cdef list given             # [process]: options of its engine, a Make
+    cdef list given             # [process]: its EngineOptions, and whether its super learner has several learners
     cdef list lives             # [engine]: the Live of each chunk, with which peers read its model; or None
     cdef list hosts             # [engine]: number of its host; None: no engines share memory
     cdef bint shown             # engines on one host read each other's models in place
@@ -138,10 +138,6 @@ cdef class JobState:
     cdef double look_s
     cdef double chunk_s
     cdef int max_staleness      # 0: no bound
-    cdef double reports_s       # 0: no reports
-    cdef double exchange_share
-    cdef double prefer          # probability with which an engine asks the fastest of the next peers
-    cdef bint aims              # a random half of the windows are where models differ most
     cdef int every              # steps between two copies of a chunk without a correction to the mirror
     cdef dict moved             # [process]: by step, the sum of its updates so far, for checks of the mirror
     cdef set rare               # numbers of the chunks that are in every `rare_period`th exchange only

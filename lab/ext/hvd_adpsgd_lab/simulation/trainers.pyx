@@ -157,7 +157,7 @@ cdef void offer(JobState job, int i, bint fit):
     cdef Actor* a = &job.actors[i]
     cdef double rate = a.core.mailbox.rate
     job.loops[i].offer(a.step, fit)
-    if job.reports_s > 0:
+    if a.core.reports.known != NULL:
         job.loops[i].report(f"{i} says {a.step}".encode())
     a.credit = min(a.credit + rate, max(rate, 1.0))
     if job.story is not None:
