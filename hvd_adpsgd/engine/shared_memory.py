@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ __all__ = [
     "SharedSlots",
     "host_name",
     "private_memory",
-    "shared_counters",
+    "shared_table",
     "slots_of",
     "try_file",
     "try_map",
@@ -124,27 +125,30 @@ class SharedSlots:
             self.file = None
 
 
-def shared_counters(columns: int, inner: Any = None) -> NDArray[np.int64]:
-    """Allocate counters that a super learner's learners share: each writes its own row, and reads all rows.
+def shared_table(columns: Sequence[Any], inner: Any = None) -> NDArray[np.void]:
+    """Allocate a table that a super learner's learners share: each writes its own row, and reads all rows.
 
-    A load or store of one counter is atomic.
+    A load or store of one int64 or float64 is atomic, of a longer column is not.
 
     Args:
-        columns: number of counters of each learner.
+        columns: of a row, as numpy.dtype takes them: (name, kind) or (name, kind, count), such as "i8", "f8",
+            "S1000"; sizes are multiples of 8 bytes.
         inner: communicator of the super learner (mpi4py); all of its learners call this together. None for
             a learner alone.
 
     Returns:
-        The counters, all 0, shape (learners, columns).
+        The rows by inner rank, all zeros.
 
     Raises:
         WorldError: on every learner, if the shared memory cannot be allocated or mapped.
     """
+    row = np.dtype(list(columns))
     if inner is None or inner.Get_size() == 1:
-        return np.zeros((1, columns), np.int64)
-    width = -(-columns // 8) * 8  # each learner's counters have a cache line of their own
-    memory, _ = _shared_memory(inner.Get_size() * width * 8, inner, False, 0)
-    return memory.view(np.int64).reshape(-1, width)[:, :columns]
+        return np.zeros(1, row)
+    width = -(-row.itemsize // 64) * 64  # each learner's row has cache lines of its own
+    padded = np.dtype([*columns, ("", f"V{width - row.itemsize}")] if width > row.itemsize else row)
+    memory, _ = _shared_memory(inner.Get_size() * width, inner, False, 0)
+    return memory.view(padded)
 
 
 def host_name() -> str:

@@ -6,11 +6,9 @@ import weakref
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.shared_memory import shared_counters
+from hvd_adpsgd.engine.shared_memory import shared_table
 
 __all__ = ["Gradients", "Replacements", "bits_of"]
 
@@ -141,7 +139,7 @@ class Gradients:
         self._computed.clear()
 
 
-_STEPPED, _BITS = range(2)  # columns of Replacements._rows
+COLUMNS = (("stepped", "i8", 2), ("bits", "i8", 2))  # of Replacements, for even and for odd sets
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -159,17 +157,18 @@ class Replacements:
     """
 
     def __init__(self, inner: Any, rank: int):
-        self._rows: NDArray[np.int64] = shared_counters(4, inner).reshape(-1, 2, 2)
+        self._rows = shared_table(COLUMNS, inner)
         self._mine = self._rows[rank]
 
     def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
         """Write a checksum of gradients that replace averaged ones in a step, after `sets` averaged sets."""
-        self._mine[sets % 2] = sets + 1, bits_of(replaced)
+        self._mine["stepped"][sets % 2] = sets + 1
+        self._mine["bits"][sets % 2] = bits_of(replaced)
 
     def differ(self, sets: int) -> bool:
         """Whether learners stepped with different gradients in place of averaged ones, after `sets` sets."""
-        rows = self._rows[:, sets % 2]
-        return len(set(rows[rows[:, _STEPPED] == sets + 1, _BITS])) > 1
+        stepped = self._rows["stepped"][:, sets % 2] == sets + 1
+        return len(set(self._rows["bits"][stepped, sets % 2])) > 1
 
 
 def bits_of(tensors: Iterable[torch.Tensor]) -> int:

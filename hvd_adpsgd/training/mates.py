@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.kernels import fence
-from hvd_adpsgd.engine.shared_memory import shared_counters
+from hvd_adpsgd.engine.shared_memory import shared_table
 
 __all__ = ["Mates"]
 
-_COMPLETE, _JOINED, _ASKED, _CLOSED, _QUORUM, _MODEL, _REFUSED = range(7)  # columns of Mates._rows
-_COLUMNS = _REFUSED + 2
+COLUMNS = (
+    *((name, "i8") for name in ("complete", "joined", "asked", "closed", "quorum")),
+    ("model", "f8"),
+    ("refused", "i8", 2),
+)
 _CLOSES, _ENDS = 1, 2
 # seconds between two polls; Horovod's own cycle is 1 ms
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
@@ -37,8 +40,8 @@ class Mates:
                     from the next set on
         closed      _CLOSES if the learner submits no more gradients, _ENDS if it has also entered shutdown()
         quorum      0, or 1 + the first set that no learner steps with, as this learner has lost the quorum
-        model       sum of the learner's parameters before its first step, the bits of a float64; 0 before
-        refused     1 + the last set that the learner averages but does not step with; two columns, for even
+        model       sum of the learner's parameters before its first step; 0 before
+        refused     1 + the last set that the learner averages but does not step with; two numbers, for even
                     and for odd sets: a learner may refuse the next set before its mates have read the column,
                     but not the one after that
 
@@ -51,7 +54,7 @@ class Mates:
     """
 
     def __init__(self, inner: Any, rank: int):
-        self._rows: NDArray[np.int64] = shared_counters(_COLUMNS, inner)
+        self._rows = shared_table(COLUMNS, inner)
         self._mine = self._rows[rank]
         self.sets = 0
         self._asked = 0
@@ -60,19 +63,19 @@ class Mates:
         """Count one more averaged set of gradients."""
         self.sets += 1
         self._asked = 0
-        self._mine[_ASKED] = self.sets << 32
+        self._mine["asked"] = self.sets << 32
 
     def submitted(self) -> None:
         """Record that each gradient of this learner's present set is submitted, or will be without a wait."""
-        self._mine[_COMPLETE] = self.sets + 1
+        self._mine["complete"] = self.sets + 1
 
     def starts_from(self, total: float) -> None:
         """Record the sum of the parameters, before the first step."""
-        self._mine[_MODEL] = np.float64(total).view(np.int64)
+        self._mine["model"] = total
 
     def other_models(self, difference: float) -> list[int]:
         """Return the inner ranks of learners whose first step is from a sum that differs by more."""
-        models, mine = self._rows[:, _MODEL].view(np.float64), self._mine[[_MODEL]].view(np.float64)
+        models, mine = self._rows["model"], self._mine["model"]
         are_known = (models != 0) & (mine != 0)
         return np.flatnonzero(are_known & (np.abs(models - mine) > difference)).tolist()
 
@@ -82,50 +85,50 @@ class Mates:
 
     def are_uneven(self) -> bool:
         """Whether some learner has submitted more or fewer sets of gradients than were averaged here."""
-        return bool((self._rows[:, _COMPLETE] != self.sets).any())
+        return bool((self._rows["complete"] != self.sets).any())
 
     def _are_late(self) -> NDArray[np.bool_]:
-        late: NDArray[np.bool_] = self._rows[:, _COMPLETE] <= self.sets
-        return late & (self._rows[:, _JOINED] == 0)
+        late: NDArray[np.bool_] = self._rows["complete"] <= self.sets
+        return late & (self._rows["joined"] == 0)
 
     def closes(self, ends: bool = False) -> None:
         """Record that this learner submits no more gradients; `ends`: as it has entered shutdown()."""
         fence()  # a mate that sees this also sees the last set as submitted
-        self._mine[_CLOSED] = _ENDS if ends else self._mine[_CLOSED] or _CLOSES
+        self._mine["closed"] = _ENDS if ends else self._mine["closed"] or _CLOSES
 
     def have_ended(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that `have_closed`, and have entered shutdown()."""
-        return [rank for rank in self.have_closed(ranks) if self._rows[rank, _CLOSED] == _ENDS]
+        return [rank for rank in self.have_closed(ranks) if self._rows["closed"][rank] == _ENDS]
 
     def submitted_by(self, rank: int) -> int:
         """Return how many sets of gradients learner `rank` (inner rank) has submitted."""
-        return int(self._rows[rank, _COMPLETE])
+        return int(self._rows["complete"][rank])
 
     def have_closed(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` (inner ranks) that are late with the present set, and have closed.
 
         Lateness is read last: one that submits this set may close as soon as it is averaged.
         """
-        closed = [rank for rank in ranks if self._rows[rank, _CLOSED]]
+        closed = [rank for rank in ranks if self._rows["closed"][rank]]
         fence()
         return [rank for rank in closed if self._are_late()[rank]]
 
     def refuses(self) -> None:
         """Record, before submitting the last gradient, that no learner may step with the present set."""
-        self._mine[_REFUSED + self.sets % 2] = self.sets + 1
+        self._mine["refused"][self.sets % 2] = self.sets + 1
 
     def refusing(self) -> list[int]:
         """Return the inner ranks of learners that refuse to step with the set of gradients averaged last."""
-        refused = self._rows[:, _REFUSED + (self.sets - 1) % 2].tolist()
+        refused = self._rows["refused"][:, (self.sets - 1) % 2].tolist()
         return [rank for rank, sets in enumerate(refused) if sets == self.sets]
 
     def loses_quorum(self) -> None:
         """Record, before submitting a gradient of the present set, that no learner may step with that set."""
-        self._mine[_QUORUM] = self._mine[_QUORUM] or self.sets + 1
+        self._mine["quorum"] = self._mine["quorum"] or self.sets + 1
 
     def regains_quorum(self) -> None:
         """Record, between two sets of gradients, that this learner knows of a quorum again."""
-        self._mine[_QUORUM] = 0
+        self._mine["quorum"] = 0
 
     @property
     def lack_quorum(self) -> bool:
@@ -133,14 +136,14 @@ class Mates:
 
         The same on all learners, whenever they read it: it depends on the number of the set alone.
         """
-        lost = self._rows[:, _QUORUM]
+        lost = self._rows["quorum"]
         return bool(((lost > 0) & (lost <= self.sets)).any())
 
     def asks(self) -> None:
         """Record that this learner begins an operation over all learners, or over the super learner."""
         self._asked += 1
         fence()  # a mate that sees this also sees the sets before as submitted
-        self._mine[_ASKED] = (self.sets << 32) + self._asked
+        self._mine["asked"] = (self.sets << 32) + self._asked
 
     def ahead(self) -> list[int]:
         """Return the inner ranks that have begun an operation which this learner has not begun."""
@@ -148,17 +151,17 @@ class Mates:
 
     def joins(self) -> None:
         """Record that this learner makes no more steps until all learners have called join()."""
-        self._mine[_JOINED] = self.sets + 1
+        self._mine["joined"] = self.sets + 1
 
     @property
     def is_away(self) -> bool:
         """Whether this learner has called join() and waits for other learners to call join()."""
-        return bool(self._mine[_JOINED])
+        return bool(self._mine["joined"])
 
     def returns(self, sets: int) -> None:
         """Reset the counters after all learners have called join(): the next set is number `sets`."""
         self.sets, self._asked = sets, 0
-        self._mine[[_COMPLETE, _JOINED, _ASKED]] = sets, 0, sets << 32
+        self._mine["complete"], self._mine["joined"], self._mine["asked"] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:
         """Whether learner `rank`, in join(), contributed zeros to the set of gradients averaged last.
@@ -166,7 +169,7 @@ class Mates:
         The same on all learners that contribute gradients, whenever they read it: it depends on the number of
         the set alone.
         """
-        joined = self._rows[rank, _JOINED]
+        joined = self._rows["joined"][rank]
         return bool(0 < joined <= self.sets)
 
     def someone_has_joined(self) -> bool:
@@ -202,7 +205,7 @@ class Mates:
 
     def _elsewhere(self, others: Iterable[Mates]) -> NDArray[np.bool_]:
         """Return, by inner rank, whether a learner is ahead of this one in operations or other optimizers."""
-        ahead: NDArray[np.bool_] = self._rows[:, _ASKED] > self._mine[_ASKED]
+        ahead: NDArray[np.bool_] = self._rows["asked"] > self._mine["asked"]
         for other in others:
-            ahead |= other._rows[:, _COMPLETE] > other._mine[_COMPLETE]
+            ahead |= other._rows["complete"] > other._mine["complete"]
         return ahead

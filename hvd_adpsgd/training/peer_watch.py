@@ -12,11 +12,11 @@ Numbers alone do not tell: operations between two peers count, too, so learners 
 So the thread that trains must also be in a call of torch that waits for peers.
 
 A peer in an operation over all learners reports it in messages (`Collectives.require_step`). A peer in an
-operation inside the super learner cannot: its thread is in Horovod. So each watch looks where the thread that
-trains is, and writes that to a board in shared memory, for the others. They read on `Mates` whether they have
-begun that operation, too. So they end also the wait of this library for a peer's gradients.
+operation inside the super learner cannot: its thread is in Horovod. So each watch finds where the thread that
+trains is, and writes that to a board in shared memory (`PeerBoard`), for its peers. They read on `Mates`
+whether they have begun that operation, too. So they end also the wait of this library for a peer's gradients.
 
-What one learner finds it writes to the board, too, for all learners of its super learner: each raises it.
+An error that one learner detects it writes to the board, too: all learners of the super learner raise it.
 
 Weaknesses: a wait in `work.wait()` that the script calls itself is not noticed. A script that begins an
 operation of torch asynchronously, enters an operation over all learners seconds later, and on a local peer
@@ -33,12 +33,8 @@ import weakref
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from hvd_adpsgd.collectives.collectives import Made
 from hvd_adpsgd.collectives.usage import module_of as _module
-from hvd_adpsgd.engine.kernels import fence
-from hvd_adpsgd.engine.shared_memory import shared_counters
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
@@ -48,6 +44,7 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.training.peer_board import PeerBoard
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
 
@@ -55,7 +52,7 @@ __all__ = ["hear", "watch_peers"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-_LOOK_S = 1.0  # between two looks; a wait is noticed at the second or third one
+_PERIOD_S = 1.0  # between two checks; a wait is noticed at the second or third one
 # modules in which torch waits for peers; those that save may just write
 _WAITS = re.compile(r"/torch/(autograd|distributed(?!/checkpoint)|nn/parallel)/")
 _LONGEST_S = 5.0  # for Horovod to end
@@ -65,10 +62,6 @@ _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has
 _LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "threading", "contextlib")
 _INSIDE = ("horovod.", "hvd_adpsgd.inner.over_torch.")
 _OPERATIONS, _WRAPPERS = ("hvd_adpsgd.torch.", *_INSIDE), ("checked", "told")
-# columns of a learner's row of the board, and the bytes of its text, which is in the last columns
-_ENDED, _BEGUN, _FOUND, _TEXT = range(4)
-_TEXT_NBYTES = 1000
-_COLUMNS = _TEXT + _TEXT_NBYTES // 8
 
 _watches: weakref.WeakKeyDictionary[Membership, _PeerWatch] = weakref.WeakKeyDictionary()
 
@@ -83,75 +76,33 @@ def watch_peers(super_learner: SuperLearner) -> None:
 
 
 def hear(world: World) -> None:
-    """Note what another learner of this super learner has found: later calls raise it."""
+    """Poll for an error that another learner of this super learner has reported: later calls raise it."""
     if (watch := _watches.get(world.membership)) is not None:
         watch.hear()
 
 
-class _Board:
-    """What the watches of a super learner know of their learners, in shared memory: a row per learner.
-
-    Columns of a learner's row:
-
-        ended       0 until the learner enters shutdown(), then 1 + the number of operations it had begun
-        begun       number of operations of torch that it has begun, up to a second ago
-        found       1 once it has detected an error that ends the super learner
-        text        that error; before, the operation inside the super learner that it is in, or ""
-    """
-
-    def __init__(self, world: World):
-        self._rows = shared_counters(_COLUMNS, world.inner)
-        self.mine = self._rows[world.inner_rank]
-
-    def column(self, column: int) -> list[int]:
-        """Return what all learners have in a column."""
-        found: list[int] = self._rows[:, column].tolist()
-        return found
-
-    def write(self, text: str) -> None:
-        """Write this learner's text."""
-        data = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
-        self.mine[_TEXT:] = np.frombuffer(data, np.int64)
-
-    def text(self, peer: int) -> str:
-        """Return a learner's text, which that one may just be writing."""
-        return self._rows[peer, _TEXT:].tobytes().rstrip(b"\0").decode(errors="replace")
-
-    def finds(self, text: str) -> None:
-        """Write what this learner has found, for good."""
-        self.write(text)
-        fence()
-        self.mine[_FOUND] = 1
-
-    def found(self) -> str | None:
-        """Return what a learner has found."""
-        finders = self.column(_FOUND)
-        fence()
-        return self.text(finders.index(1)) if any(finders) else None
-
-
 class _PeerWatch:
-    """A thread that looks once a second whether this learner waits for a peer that cannot come."""
+    """A thread that checks once a second whether this learner waits for a peer that cannot come."""
 
     def __init__(self, world: World):
         self._world = world
-        self._board = _Board(world)
+        self._board = PeerBoard(world)
         self._names = begun_inside(world).keys()  # learners make later groups at different times
         self._progress_before: tuple[int, int] | None = None
         self._elsewhere_before: dict[int, str] = {}
         self._over = threading.Event()
-        world.collectives.steps.append(self._made)
+        world.collectives.steps.append(self._operations_begun)
         world.collectives.before.append(self._before_operation)
         world.teardown.at_shutdown(self._enter_shutdown)
-        self._looks = threading.Thread(target=self._run, name="hvd_adpsgd.peers", daemon=True)
+        self._checks = threading.Thread(target=self._run, name="hvd_adpsgd.peers", daemon=True)
 
     def steps_with(self, super_learner: SuperLearner) -> None:
         """Note that the calling thread makes steps with an optimizer of this super learner."""
         super_learner.find_cause = self.hear
         self._super_learner = weakref.ref(super_learner)
         self._thread = threading.get_ident()
-        if not self._looks.is_alive() and not self._over.is_set():
-            self._looks.start()
+        if not self._checks.is_alive() and not self._over.is_set():
+            self._checks.start()
 
     # ---- where this learner is ------------------------------------------------------------------
 
@@ -185,31 +136,33 @@ class _PeerWatch:
         return f"{[name for name in names if name not in _WRAPPERS][-1]} at {line}"
 
     def _position(self) -> tuple[str, Any]:
-        """Return where this learner's training is, for messages, and what its peers have made."""
-        its = self._super_learner()
-        return ("after training", None) if its is None else (f"step {its.step()}", its.mates)
+        """Return where this learner's training is, for messages, and what its peers have submitted."""
+        super_learner = self._super_learner()
+        if super_learner is None:
+            return "after training", None
+        return f"step {super_learner.step()}", super_learner.mates
 
-    def _made(self) -> Made:
+    def _operations_begun(self) -> Made:
         return Made(_COUNTED, self._thread, self._begun())
 
-    # ---- looks ----------------------------------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_S):
+        while not self._over.wait(_PERIOD_S):
             if worlds.is_initialized():
                 self._world = worlds.current()  # another one after super learners have joined
             try:
-                self._look(self._world)
+                self._check(self._world)
             except AdpsgdError as error:
                 if not self._over.is_set():
                     self._end(error)
                 return
 
-    def _look(self, world: World) -> None:
+    def _check(self, world: World) -> None:
         """Raise LearnerFailedError or CollectiveMismatchError if this learner waits without end."""
-        if (cause := self._found()) is not None:
+        if (cause := self._reported()) is not None:
             raise cause
-        self._tell()
+        self._write_position()
         self._require_peers()
         where, mates = self._position()
         awaiting = [a.super_learner.mates for a in live() if a.order.waits]
@@ -222,22 +175,22 @@ class _PeerWatch:
             return
         late: list[int] = mates.late() if awaiting else []
         if 0 < begun < _FOREVER and self._is_in_torch():
-            self._look_in_torch(world, begun, where, mates)
-            late = [i for i, its in enumerate(self._board.column(_BEGUN)) if its < begun]
+            self._check_torch(world, begun, where, mates)
+            late = [i for i, count in enumerate(self._board.column("begun")) if count < begun]
         self._elsewhere_before = self._elsewhere(late, mates)
         for peer, operation in self._elsewhere_before.items():
             if elsewhere_before.get(peer) == operation:
                 raise self._crossed(world, where, peer, operation)
 
-    def _tell(self) -> None:
+    def _write_position(self) -> None:
         """Write to the board where this learner is: what it has begun before, first."""
         operation = self._operation()
-        self._board.mine[_BEGUN] = self._begun()
+        self._board.mine["begun"] = self._begun()
         self._board.write(operation)
 
-    def _look_in_torch(self, world: World, begun: int, where: str, mates: Any) -> None:
+    def _check_torch(self, world: World, begun: int, where: str, mates: Any) -> None:
         """Raise if a peer with fewer operations has ended, or is in an operation over all learners."""
-        ended = self._board.column(_ENDED)
+        ended = self._board.column("ended")
         ranks = world.groups[world.super_rank]
         failed = {ranks[i] for i in failed_comm_ranks(world.inner) if not ended[i]}
         if failed:
@@ -270,10 +223,10 @@ class _PeerWatch:
     def _require_peers(self) -> None:
         """Raise LearnerFailedError if a peer has failed that has begun fewer operations of torch.
 
-        torch's own error has ended the wait for them, maybe before a look. Called before each operation over
+        torch's own error has ended the wait for them, maybe before a check. Called before each operation over
         all learners, too: another super learner may come to that much later.
         """
-        begun, ended = self._board.column(_BEGUN), self._board.column(_ENDED)
+        begun, ended = self._board.column("begun"), self._board.column("ended")
         failed = [i for i in failed_comm_ranks(self._world.inner) if not ended[i]]
         if any(begun[i] < self._begun() < _FOREVER for i in failed):
             preemption.block_if_leaving()
@@ -290,13 +243,13 @@ class _PeerWatch:
 
     # ---- the end --------------------------------------------------------------------------------
 
-    def _found(self) -> AdpsgdError | None:
-        text = self._board.found()
+    def _reported(self) -> AdpsgdError | None:
+        text = self._board.error()
         return None if text is None else horovods(CollectiveMismatchError)(text)
 
     def hear(self) -> AdpsgdError | None:
-        """Return the error of later calls, if a learner has found one: all calls raise it from now on."""
-        cause = self._found()
+        """Return the error that a learner has reported, if any: all later calls raise it."""
+        cause = self._reported()
         return None if cause is None else self._break(cause)
 
     def _break(self, error: AdpsgdError) -> AdpsgdError:
@@ -317,12 +270,12 @@ class _PeerWatch:
             )
         self._break(error)
         if isinstance(error, CollectiveMismatchError):
-            self._board.finds(str(error))
+            self._board.report(str(error))
         interrupt_group(self._world)
         if horovod.mpi_enabled():  # Horovod over MPI has no connections that break
             finishes_within(horovod.shutdown, _LONGEST_S)
 
     def _enter_shutdown(self) -> None:
-        self._board.mine[_ENDED] = 1 + self._begun()
+        self._board.mine["ended"] = 1 + self._begun()
         self._over.set()
-        self._looks.join(2 * _LOOK_S)
+        self._checks.join(2 * _PERIOD_S)

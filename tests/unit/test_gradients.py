@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_adpsgd.training import gradients as gradients_module
 from hvd_adpsgd.training.gradients import Gradients, Replacements
-from hvd_adpsgd.training.mates import _COLUMNS, Mates
+from hvd_adpsgd.training.mates import COLUMNS, Mates
 from hvd_adpsgd.training.reducer import Reducible
 
 
@@ -123,7 +124,7 @@ def test_a_gradient_changed_before_its_last_backward_pass_is_known() -> None:
 
 def notes(n: int = 2) -> list[Replacements]:
     """Of one super learner, in one process."""
-    rows = np.zeros((n, 2, 2), np.int64)
+    rows = np.zeros(n, list(gradients_module.COLUMNS))
     made = [Replacements(None, 0) for _ in range(n)]
     for rank, one in enumerate(made):
         one._rows, one._mine = rows, rows[rank]
@@ -157,10 +158,10 @@ def test_learners_compare_gradients_that_replace_averaged_ones() -> None:
     assert not me.differ(7 + 2)
 
 
-def test_replacements_of_shared_counters_share_their_rows() -> None:
+def test_a_row_of_replacements_is_part_of_the_table() -> None:
     alone = Replacements(None, 0)
     alone.step(1, [torch.ones(1)])
-    assert alone._rows[0, 1, 1] == alone._mine[1, 1] != 0
+    assert alone._rows["bits"][0, 1] == alone._mine["bits"][1] != 0
 
 
 # ---- mates --------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_replacements_of_shared_counters_share_their_rows() -> None:
 
 def mates(n: int = 2) -> list[Mates]:
     """Of one super learner, in one process."""
-    rows = np.zeros((n, _COLUMNS), np.int64)
+    rows = np.zeros(n, list(COLUMNS))
     made = [Mates(None, 0) for _ in range(n)]
     for rank, one in enumerate(made):
         one._rows, one._mine = rows, rows[rank]

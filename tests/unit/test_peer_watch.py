@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, LearnerFailedError
-from hvd_adpsgd.training import peer_watch
-from hvd_adpsgd.training.peer_watch import _BEGUN, _COLUMNS, _ENDED, _Board, _PeerWatch
+from hvd_adpsgd.training import peer_board, peer_watch
+from hvd_adpsgd.training.peer_board import COLUMNS, PeerBoard
+from hvd_adpsgd.training.peer_watch import _PeerWatch
 from tests.launcher import wait_for
 
 CROSSED = CollectiveMismatchError("learner 5 is in barrier")
@@ -26,9 +27,9 @@ class Job:
         self.failed: set[int] = set()
         self.crosses = False
         self.left: list[AdpsgdError] = []
-        self.rows = np.zeros((2, _COLUMNS), np.int64)
-        self.ended = self.rows[:, _ENDED]
-        self.rows[1, _BEGUN] = 30
+        self.rows = np.zeros(2, list(COLUMNS))
+        self.ended = self.rows["ended"]
+        self.rows["begun"][1] = 30
         collectives: Any = SimpleNamespace(
             steps=[], before=[], require_step=self.require_step, leave=self.left.append
         )
@@ -45,11 +46,11 @@ class Job:
         for name, value in {
             "begun_inside": lambda world: dict(self.begun),
             "failed_comm_ranks": lambda comm: self.failed,
-            "shared_counters": lambda *_: self.rows,
             "live": lambda: self.averagings,
             "interrupt_group": lambda world: self.interrupted.append(world),
         }.items():
             monkeypatch.setattr(peer_watch, name, value)
+        monkeypatch.setattr(peer_board, "shared_table", lambda *_: self.rows)
         monkeypatch.setattr("hvd_adpsgd.training.super_learner.abort_group", lambda world: None)
         self.watch = _PeerWatch(self.world)
         self.mates = SimpleNamespace(
@@ -64,9 +65,9 @@ class Job:
         monkeypatch.setattr(self.watch, "_is_in_torch", lambda: True)
 
     @property
-    def peer(self) -> _Board:
+    def peer(self) -> PeerBoard:
         """The board as the other learner writes it."""
-        board = _Board(self.world)
+        board = PeerBoard(self.world)
         board.mine = self.rows[1]
         return board
 
@@ -76,7 +77,7 @@ class Job:
             raise CROSSED
 
     def look(self) -> None:
-        self.watch._look(self.world)
+        self.watch._check(self.world)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ INSIDE = "allreduce at train.py:7"
 
 
 def waits_in_torch(job: Job) -> None:
-    job.rows[1, _BEGUN] = 29
+    job.rows["begun"][1] = 29
 
 
 def waits_for_gradients(job: Job) -> None:
@@ -197,7 +198,7 @@ def has_begun_it(job: Job) -> None:
 
 
 def has_all_of_the_peer(job: Job) -> None:
-    job.rows[1, _BEGUN] = 30
+    job.rows["begun"][1] = 30
 
 
 def makes_steps(job: Job) -> None:
@@ -224,7 +225,7 @@ def test_what_one_learner_has_found_all_raise(job: Job) -> None:
     other = _PeerWatch(job.world)
     other._super_learner = job.watch._super_learner
     job.its.broken = None
-    for act in (other.hear, other._before_operation, lambda: other._look(job.world)):
+    for act in (other.hear, other._before_operation, lambda: other._check(job.world)):
         with pytest.raises(CollectiveMismatchError, match="learner 5 is elsewhere"):
             raise act() or AssertionError("nothing heard")
     assert str(job.its.broken) == "learner 5 is elsewhere" and len(job.left) == 2
@@ -236,7 +237,7 @@ def test_a_peer_that_failed_in_an_operation_of_torch_is_told_before_the_next_one
 ) -> None:
     """torch's error ends the wait before a look; a peer that made all of them leaves the operation whole."""
     monkeypatch.setattr(job.watch, "_is_in_torch", lambda: False)
-    job.failed, job.rows[1, _BEGUN] = {1}, begun
+    job.failed, job.rows["begun"][1] = {1}, begun
     for act in (job.watch._before_operation, job.look):
         if begun == 30:
             act()
