@@ -169,256 +169,89 @@ class Config:
         ConfigError: if a value is of the wrong kind or out of its range.
     """
 
-    super_learner_size: int | None = _option(
-        None,
-        int,
-        "learners",
-        "learners per super learner; None: all learners of a host",
-        low=1,
-        optional=True,
-    )
-    averaging: str = _option(
-        "random_pairs",
-        str,
-        "",
-        "strategy, as name or name:key=value",
-    )
-    exchanges_per_step: float = _option(
-        1.0,
-        float,
-        "exchanges/step",
-        "exchanges per step on average, whichever side starts them",
-        low=0,
-        low_open=True,
-        high=64,
-    )
-    exchange_share: float | str = _option(
-        1.0,
-        float,
-        "of the model",
-        "share of the model that an exchange moves: that many of its chunks; auto: chosen by "
-        "max_overhead",
-        low=0,
-        low_open=True,
-        high=1,
-        word="auto",
-    )
-    max_overhead: float = _option(
-        0.03,
-        float,
-        "of a step",
-        "with exchange_share=auto: most that exchanges may cost",
-        low=0,
-        low_open=True,
-        high=1,
-    )
-    inner: str | None = _option(
-        None,
-        str,
-        "",
+    # default, kind, unit, meaning, and what values are allowed
+    # fmt: off
+    super_learner_size: int | None = _option(None, int, "learners",
+        "learners per super learner; None: all learners of a host", low=1, optional=True)
+    averaging: str = _option("random_pairs", str, "", "strategy, as name or name:key=value")
+    exchanges_per_step: float = _option(1.0, float, "exchanges/step",
+        "exchanges per step on average, whichever side starts them", low=0, low_open=True, high=64)
+    exchange_share: float | str = _option(1.0, float, "of the model",
+        "share of the model that an exchange moves: that many of its chunks; auto: chosen by max_overhead",
+        low=0, low_open=True, high=1, word="auto")
+    max_overhead: float = _option(0.03, float, "of a step",
+        "with exchange_share=auto: most that exchanges may cost", low=0, low_open=True, high=1)
+    inner: str | None = _option(None, str, "",
         "what averages gradients in a super learner; None: Horovod, or torch.distributed where Horovod is "
-        "missing",
-        choices=("horovod", "torch"),
-        optional=True,
-    )
-    shard: str | None = _option(
-        None,
-        str,
-        "",
-        "auto: each learner averages a shard of the model, where possible; None: the leader averages all "
-        "of it",
-        choices=("auto",),
-        optional=True,
-    )
-    max_staleness: int | None = _option(
-        None,
-        int,
-        "steps",
-        "wait when a correction would be older than this; None: never wait",
-        low=1,
-        high=10**9,
-        optional=True,
-    )
-    wire_dtype: str | None = _option(
-        None,
-        str,
-        "",
+        "missing", choices=("horovod", "torch"), optional=True)
+    shard: str | None = _option(None, str, "",
+        "auto: each learner averages a shard of the model, where possible; None: the leader averages all of "
+        "it", choices=("auto",), optional=True)
+    max_staleness: int | None = _option(None, int, "steps",
+        "wait when a correction would be older than this; None: never wait", low=1, high=10**9, optional=True)
+    wire_dtype: str | None = _option(None, str, "",
         "format of models in messages; "
         + "; ".join(f"{each.name}: {each.meaning}" for each in FORMATS)
-        + "; auto, with exchange_share=auto: as few bits as the link demands",
-        choices=(*BY_NAME, AUTO),
-        optional=True,
-    )
-    moments: str | None = _option(
-        None,
-        str,
-        "",
+        + "; auto, with exchange_share=auto: as few bits as the link demands", choices=(*BY_NAME, AUTO),
+        optional=True)
+    moments: str | None = _option(None, str, "",
         "moments of Adam and its kin: shared by super learners, or own; None: shared where possible",
-        choices=("shared", "own"),
-        optional=True,
-    )
-    moments_period: int = _option(
-        4,
-        int,
-        "exchanges",
+        choices=("shared", "own"), optional=True)
+    moments_period: int = _option(4, int, "exchanges",
         "shared moments are in one of so many exchanges; in more if exchange_share or exchanges_per_step is "
-        "below 1",
-        low=1,
-        high=64,
-        is_private=True,
-    )
-    wire: str = _option(
-        "auto",
-        str,
-        "",
+        "below 1", low=1, high=64, is_private=True)
+    wire: str = _option("auto", str, "",
         "what carries messages between engines; auto: MPI, in a job without it TCP",
-        choices=("auto", "mpi", "tcp"),
-    )
-    nics: str | None = _option(
-        None,
-        str,
-        "",
+        choices=("auto", "mpi", "tcp"))
+    nics: str | None = _option(None, str, "",
         "with wire=tcp: interfaces, separated by commas; each host uses the first that it has; None: "
-        "loopback on a single host, else the one that reaches the other hosts",
-        optional=True,
-    )
-    failure_timeout_s: float = _option(
-        60.0,
-        float,
-        "s",
-        "with wire=tcp: a super learner whose host has not answered for so long has failed",
-        low=1,
-        high=86400,
-    )
-    same_host: str = _option(
-        "memory",
-        str,
-        "",
+        "loopback on a single host, else the one that reaches the other hosts", optional=True)
+    failure_timeout_s: float = _option(60.0, float, "s",
+        "with wire=tcp: a super learner whose host has not answered for so long has failed", low=1,
+        high=86400)
+    same_host: str = _option("memory", str, "",
         "how models and large tensors travel on one host: shared memory, or messages",
-        choices=("memory", "mpi"),
-        is_private=True,
-    )
-    nonfinite: str = _option(
-        "raise",
-        str,
-        "",
-        "a model with NaN or infinity: raise NonFiniteModelError, or train on without averaging; on a GPU "
-        "a step later, on a CPU with a small share up to 8",
-        choices=("raise", "skip"),
-    )
-    chunk_kib: int = _option(
-        256,
-        int,
-        "KiB",
-        "largest piece in which a model travels; above the default at most an eighth of the model",
-        low=64,
-        high=65536,
-        is_private=True,
-    )
-    deadline_s: float = _option(
-        1.0,
-        float,
-        "s",
+        choices=("memory", "mpi"), is_private=True)
+    nonfinite: str = _option("raise", str, "",
+        "a model with NaN or infinity: raise NonFiniteModelError, or train on without averaging; on a GPU a "
+        "step later, on a CPU with a small share up to 8", choices=("raise", "skip"))
+    chunk_kib: int = _option(256, int, "KiB",
+        "largest piece in which a model travels; above the default at most an eighth of the model", low=64,
+        high=65536, is_private=True)
+    deadline_s: float = _option(1.0, float, "s",
         "silence after which exchanges with a peer stop until it answers; at least the time of a chunk at "
-        "10 Mb/s",
-        low=0.05,
-        high=3600,
-    )
-    leave_deadline_s: float = _option(
-        5.0,
-        float,
-        "s",
-        "longest wait for other learners when one ends; half of it for exchanges with silent peers",
-        low=0.05,
-        high=3600,
-    )
-    start_timeout_s: float = _option(
-        300.0,
-        float,
-        "s",
-        "longest time for hvd.init() to connect all learners; then LaunchError",
-        low=1,
-        high=86400,
-    )
-    spare_slots: int = _option(
-        0,
-        int,
-        "learners",
+        "10 Mb/s", low=0.05, high=3600)
+    leave_deadline_s: float = _option(5.0, float, "s",
+        "longest wait for other learners when one ends; half of it for exchanges with silent peers", low=0.05,
+        high=3600)
+    start_timeout_s: float = _option(300.0, float, "s",
+        "longest time for hvd.init() to connect all learners; then LaunchError", low=1, high=86400)
+    spare_slots: int = _option(0, int, "learners",
         "learners that a host may run beyond its launcher's, to replace those of lost hosts (hvd.admit)",
-        low=0,
-        high=10**6,
-    )
-    on_failure: str = _option(
-        "continue",
-        str,
-        "",
+        low=0, high=10**6)
+    on_failure: str = _option("continue", str, "",
         "operations over all learners when some have failed: continue with the survivors, or raise",
-        choices=("continue", "raise"),
-    )
-    quorum: str | None = _option(
-        None,
-        str,
-        "",
+        choices=("continue", "raise"))
+    quorum: str | None = _option(None, str, "",
         "majority: with half or more of the super learners failed, the rest stops with QuorumLostError",
-        choices=("majority",),
-        optional=True,
-    )
-    join: str | None = _option(
-        None,
-        str,
-        "host:port,...",
+        choices=("majority",), optional=True)
+    join: str | None = _option(None, str, "host:port,...",
         "address that a job prints: these learners join that job as a super learner, with its "
-        "join_secret_file",
-        optional=True,
-        same=False,
-    )
-    join_secret_file: str | None = _option(
-        None,
-        str,
-        "path",
+        "join_secret_file", optional=True, same=False)
+    join_secret_file: str | None = _option(None, str, "path",
         "file of the secret for joining (64 hexadecimal digits, only its owner may read it), made if "
-        "missing; None: nothing can join",
-        optional=True,
-        same=False,
-    )
-    report_s: float = _option(
-        1.0,
-        float,
-        "s",
-        "interval of the reports that super learners send to each other; 0: never",
-        low=0.01,
-        off=True,
-        high=3600,
-    )
-    record: str | None = _option(
-        None,
-        str,
-        "path",
-        "folder for the record of the run",
-        optional=True,
-    )
-    metrics_address: str | None = _option(
-        None,
-        str,
-        "",
-        "[host]:port of metrics for Prometheus, loopback without a host",
-        optional=True,
-    )
-    timeline: str | None = _option(
-        None,
-        str,
-        "path",
-        "file for Chrome traces, one per learner: trace.json becomes trace.0.json, ...",
-        optional=True,
-    )
-    log_level: str = _option(
-        "warning",
-        str,
-        "",
-        "least severe message that is logged",
-        choices=("debug", "info", "warning", "error"),
-        same=False,
-    )
+        "missing; None: nothing can join", optional=True, same=False)
+    report_s: float = _option(1.0, float, "s",
+        "interval of the reports that super learners send to each other; 0: never", low=0.01, off=True,
+        high=3600)
+    record: str | None = _option(None, str, "path", "folder for the record of the run", optional=True)
+    metrics_address: str | None = _option(None, str, "",
+        "[host]:port of metrics for Prometheus, loopback without a host", optional=True)
+    timeline: str | None = _option(None, str, "path",
+        "file for Chrome traces, one per learner: trace.json becomes trace.0.json, ...", optional=True)
+    log_level: str = _option("warning", str, "", "least severe message that is logged",
+        choices=("debug", "info", "warning", "error"), same=False)
+    # fmt: on
 
     def __post_init__(self) -> None:
         for name, option in _options().items():

@@ -50,18 +50,9 @@ class Member:
         part = self.model.memory.layout.parts[0]
         self.fingerprint, self.chunks = part.fingerprint, part.last_chunk
         schedule = np.array([1 - rank], np.int32)
-        self.loop = Loop(
-            self.wire,
-            SystemClock(),
-            self.model.store,
-            schedule,
-            EngineOptions(
-                WEIGHT,
-                rate,
-                CHUNK_NBYTES,
-                **{"deadline_s": 0.2, "leave_deadline_s": 0.5, "report_s": 1.0, **options},
-            ),
-        )
+        options = {"deadline_s": 0.2, "leave_deadline_s": 0.5, "report_s": 1.0, **options}
+        how = EngineOptions(WEIGHT, rate, CHUNK_NBYTES, **options)
+        self.loop = Loop(self.wire, SystemClock(), self.model.store, schedule, how)
         rare = range(1, self.chunks, 2) if period > 1 else ()
         self.loop.extend(self.chunks, self.fingerprint, rare, period)
         self.loop.average_all(True)
