@@ -444,7 +444,7 @@ class Engine:
 
     def _counted(self, loop: Loop) -> dict[str, Any]:
         counters = loop.counters()
-        counters["met"] = self._by_super_rank(counters["met"], 0)
+        counters["peers"] = self._by_super_rank(counters.pop("met"), 0)
         return counters
 
     def view(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
-__all__ = ["EVENT_NAMES", "PARTS", "Counters", "ExchangeMetrics"]
+__all__ = ["EVENT_NAMES", "PARTS", "PEER_TABLES", "TABLES", "Counters", "ExchangeMetrics", "Table"]
 
 Clock = Callable[[], float]
 
@@ -33,6 +33,29 @@ _COUNTED = (
     "bytes_shared",
     "means",
     "mean_s",
+)
+
+
+class Table(NamedTuple):
+    """Counts of an engine by a number: by the super_rank of its peers, or by staleness.
+
+    Attributes:
+        name: key in the engine's counters, in hvd.metrics() and in a record.
+        title: what is counted.
+        by: what the counts are listed by.
+        prometheus: name of the counter for Prometheus, after hvd_adpsgd_; None: none.
+    """
+
+    name: str
+    title: str
+    by: str
+    prometheus: str | None = None
+
+
+PEER_TABLES = (Table("peers", "exchanges by pair", "peer", "pair_exchanges"),)
+TABLES = (
+    *PEER_TABLES,
+    Table("staleness", "chunks by staleness of the correction (63: or more)", "steps"),
 )
 
 
@@ -119,7 +142,8 @@ class ExchangeMetrics:
 
     def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
         """Return all metrics by name; if `counters` is None, 0 for counts and NaN for means."""
-        found = counters or {**dict.fromkeys(_COUNTED, 0), "staleness": [0] * 64, "met": []}
+        nothing = {**dict.fromkeys(_COUNTED, 0), **{table.name: [] for table in PEER_TABLES}}
+        found = counters or {**nothing, "staleness": [0] * 64}
         staleness = np.array(found["staleness"])
         total = int(staleness.sum())
         return {
@@ -130,7 +154,7 @@ class ExchangeMetrics:
             if total
             else math.nan,
             "consensus_distance": self._consensus_distance(counters) if counters else math.nan,
-            "peers": found["met"],
+            **{table.name: found[table.name] for table in PEER_TABLES},
             "engine_cpu_s": cpu_s,
         }
 

@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvd_adpsgd.engine.metrics import PEER_TABLES, TABLES, Table
 from hvd_adpsgd.errors import MissingRequirementError
 from hvd_adpsgd.watching.record import Run, Track
-from hvd_adpsgd.watching.reports import PARTS, Report, can_draw
+from hvd_adpsgd.watching.reports import METRICS, PARTS, Report, can_draw
 from hvd_adpsgd.watching.table import COLUMNS, rows
 
 if TYPE_CHECKING:
@@ -163,13 +165,11 @@ def _charts(run: Run) -> Iterator[_Chart]:
         value = _scalar(name)
         yield _lines(run, name, "step", value)
         yield _lines(run, name, "time", value)
-    yield _lines(run, "consensus distance", "step", lambda report: report.distance, "log")
-    yield _lines(run, "consensus distance", "time", lambda report: report.distance, "log")
-    yield _lines(run, "steps per second", "time", lambda report: report.steps_per_s)
-    yield _lines(run, "exchanges per second", "time", lambda report: report.exchanges_per_s)
-    yield _lines(run, "share of the model per exchange", "time", lambda report: report.share)
-    yield _pairs(run)
-    yield _staleness(run)
+    for metric in METRICS:
+        for over in metric.charts:
+            yield _lines(run, metric.meaning, over, attrgetter(metric.name), metric.axis)
+    for table in TABLES:
+        yield _pairs(run, table) if table in PEER_TABLES else _bars(run, table)
     yield _shares(run)
 
 
@@ -224,21 +224,22 @@ def _with_gaps(track: Track, stride: int) -> Iterator[Report]:
         before = report
 
 
-def _pairs(run: Run) -> _Chart:
-    who = list(run.tracks)
-    counts = [[run.tracks[i].peers.get(j, 0) for j in who] for i in who]
-    names = [f"super learner {i}" for i in who]
+def _pairs(run: Run, table: Table) -> _Chart:
+    counts = [
+        [track.tables.get(table.name, {}).get(j, 0) for j in run.tracks]
+        for track in run.tracks.values()
+    ]
+    names = [f"super learner {i}" for i in run.tracks]
     heat = {"type": "heatmap", "x": names, "y": names, "z": counts, "showscale": False}
-    return _Chart("exchanges by pair", [heat] if any(map(any, counts)) else [], "peer")
+    return _Chart(table.title, [heat] if any(map(any, counts)) else [], table.by)
 
 
-def _staleness(run: Run) -> _Chart:
+def _bars(run: Run, table: Table) -> _Chart:
     total: Counter[int] = Counter()
     for track in run.tracks.values():
-        total.update(track.staleness)
-    bars = {"type": "bar", "x": list(total), "y": list(total.values())}
-    title = "chunks by staleness of their correction (63: or more)"
-    return _Chart(title, [{**bars, "showlegend": False}] if total else [], "steps")
+        total.update(track.tables.get(table.name, {}))
+    bars = {"type": "bar", "x": list(total), "y": list(total.values()), "showlegend": False}
+    return _Chart(table.title, [bars] if total else [], table.by)
 
 
 def _shares(run: Run) -> _Chart:

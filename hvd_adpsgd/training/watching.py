@@ -22,7 +22,6 @@ from hvd_adpsgd.watching.watcher import Watcher
 __all__ = ["Source", "running", "start"]
 
 _LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is reported
-_PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 _running: list[Watcher] = []
 
 
@@ -115,7 +114,7 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
     return Sample(
         monotonic_s=time.monotonic(),
         step=averaging.step,
-        parts_s={**{part: sums[part] for part in _PARTS}, **parts},
+        parts_s={**sums, **parts},
         engine=counters,
         due_steps=rounds.period if rounds else 1 / averaging.spec.config.exchanges_per_step,
         left_out=len(averaging.engine.memory.store.left_out(_LEFT_OUT)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -9,16 +10,17 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hvd_adpsgd.engine.metrics import TABLES
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.record import Run
-from hvd_adpsgd.watching.reports import PARTS
+from hvd_adpsgd.watching.reports import METRICS
+from hvd_adpsgd.watching.reports import Metric as ReportMetric
 from hvd_adpsgd.watching.table import Row, rows
 
 __all__ = ["Exporter", "RunCollector"]
@@ -27,32 +29,6 @@ log = logging.getLogger("hvd_adpsgd")
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
 _STATES = ("ok", "SLOW", "HUNG", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
-
-
-class _Number(NamedTuple):
-    """A field of Report that is exported as a metric: as a counter if `counts`, else as a gauge."""
-
-    field: str
-    name: str
-    meaning: str
-    counts: bool = False
-
-
-_NUMBERS = (
-    _Number("step", "steps", "Optimizer steps", counts=True),
-    _Number("steps_per_s", "steps_per_second", "Optimizer steps per second, over 10 s"),
-    _Number("distance", "consensus_distance", "Estimated consensus distance of the models"),
-    _Number("exchanges", "exchanges", "Exchanges with peers, means of all included", counts=True),
-    _Number("exchanges_per_s", "exchanges_per_second", "Exchanges per second, over 10 s"),
-    _Number("share", "exchange_share", "Share of the model that an exchange moves"),
-    _Number("bits", "exchange_bits", "Bits per element of exchanges between hosts; 0: all"),
-    _Number("sent_per_s", "sent_bytes_per_second", "Bytes sent over links per second, over 10 s"),
-    _Number("apart_s", "since_exchange_seconds", "Time since the last exchange"),
-    _Number("apart_steps", "since_exchange_steps", "Steps since the last exchange"),
-    _Number("idle_s", "since_step_seconds", "Time since the last step, collective or pause"),
-    _Number("left_out", "left_out_chunks", "Chunks that the last 8 exchanges could not average"),
-    _Number("nonfinite_steps", "nonfinite_steps", "Steps with NaN or infinity", counts=True),
-)
 
 
 class Exporter:
@@ -133,37 +109,47 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         run, now_s = self.run, time.time()
         shown = rows(run, now_s)
-        for number in _NUMBERS:
-            yield _metric(
-                shown, number.name, number.meaning, _value_of(number.field), counts=number.counts
-            )
-        yield _metric(
-            shown, "staleness_steps", "Age of corrections, over 10 s", _staleness, "quantile"
-        )
-        yield _metric(
-            shown, "step_share", "Share of time in parts of the step, over 10 s", _parts, "part"
-        )
-        yield _metric(shown, "scalar", "What the script logs by hvd.log", _scalars, "name")
+        families = itertools.groupby(METRICS, key=lambda metric: metric.prometheus)
+        for name, metrics in families:
+            if name:
+                yield _family(shown, name, list(metrics))
+        yield _metric(shown, "scalar", "what the script logs by hvd.log", _scalars, "name")
         yield _metric(
             shown, "state", "1 for the state of the super learner, else 0", _states, "state"
         )
         yield _metric(
-            shown, "report_age_seconds", "Age of the newest report", lambda row: {"": row.age_s}
+            shown, "report_age_seconds", "age of the newest report", lambda row: {"": row.age_s}
         )
-        yield _metric(
-            shown,
-            "pair_exchanges",
-            "Exchanges by peer",
-            lambda row: {str(i): n for i, n in run.tracks[row.super_learner].peers.items()},
-            "peer",
-            counts=True,
-        )
+        for table in TABLES:
+            if table.prometheus:
+                yield _metric(
+                    shown,
+                    table.prometheus,
+                    table.title,
+                    _counts(run, table.name),
+                    table.by,
+                    counts=True,
+                )
         events = GaugeMetricFamily(
-            "hvd_adpsgd_events", "Newest 500 events, counted by kind", labels=["event"]
+            "hvd_adpsgd_events", "newest 500 events, counted by kind", labels=["event"]
         )
         for what, count in Counter(event.what for event in run.events).items():
             events.add_metric([what], count)
         yield events
+
+
+def _family(shown: Sequence[Row], name: str, metrics: Sequence[ReportMetric]) -> Metric:
+    """Return the metric of those numbers of a report that have this name, distinguished by a label."""
+    first, labels = metrics[0], [metric.label or ("", "") for metric in metrics]
+
+    def samples(row: Row) -> Mapping[str, float]:
+        return {
+            value: getattr(row.report, metric.name)
+            for metric, (_, value) in zip(metrics, labels, strict=True)
+        }
+
+    label = [labels[0][0]] if first.label else []
+    return _metric(shown, name, first.meaning, samples, *label, counts=first.counts)
 
 
 def _metric(
@@ -184,17 +170,10 @@ def _metric(
     return metric
 
 
-def _value_of(field: str) -> Callable[[Row], Mapping[str, float]]:
-    return lambda row: {"": getattr(row.report, field)}
-
-
-def _staleness(row: Row) -> Mapping[str, float]:
-    return {"0.5": row.report.staleness_p50, "0.95": row.report.staleness_p95}
-
-
-def _parts(row: Row) -> Mapping[str, float]:
-    shares = {part: getattr(row.report, part) for part in PARTS}
-    return {**shares, "rest": max(0.0, 1.0 - sum(shares.values()))}
+def _counts(run: Run, table: str) -> Callable[[Row], Mapping[str, float]]:
+    return lambda row: {
+        str(i): n for i, n in run.tracks[row.super_learner].tables.get(table, {}).items()
+    }
 
 
 def _scalars(row: Row) -> Mapping[str, float]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from hvd_adpsgd.engine.metrics import TABLES
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
@@ -224,20 +225,18 @@ class Event:
 
 @dataclass
 class Track:
-    """The reports of one super learner, and its exchanges by peer and by staleness.
+    """The reports of one super learner, and the newest tables of its engine.
 
     Attributes:
         name: host and learner.
         reports: the reports, oldest first.
-        peers: number of exchanges with each peer, by the super_rank of the peer.
-        staleness: number of chunks by their staleness (age of the correction) in steps.
+        tables: the counts of each table of the engine that the record has, by the table's name.
         every_s: seconds between two reports.
     """
 
     name: str = ""
     reports: list[Report] = field(default_factory=list)
-    peers: dict[int, int] = field(default_factory=dict)
-    staleness: dict[int, int] = field(default_factory=dict)
+    tables: dict[str, dict[int, int]] = field(default_factory=dict)
     every_s: float = 1.0
 
 
@@ -355,7 +354,7 @@ class _Reading:
 
     def _report(self, about: int, found: Mapping[str, Any]) -> None:
         report = Report.from_dict(found)
-        peers, staleness = _counts(found.get("peers", {})), _counts(found.get("staleness", {}))
+        tables = {t.name: _counts(found[t.name]) for t in TABLES if t.name in found}
         every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
         for i, (what, since_s) in found.get("states", {}).items():
             if what in _STATES:
@@ -363,7 +362,7 @@ class _Reading:
                 self._states.add((since_s, what, whole(i, _MOST_SUPER_LEARNERS)))
         track = self._tracks.setdefault(about, Track())
         track.reports.append(report)
-        track.peers, track.staleness = peers or track.peers, staleness or track.staleness
+        track.tables |= tables
         if "every_s" in found:
             track.every_s = every_s
 

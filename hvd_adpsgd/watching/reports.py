@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_adpsgd.engine.metrics import PARTS as ENGINE_PARTS
+
 __all__ = [
     "LATEST_S",
+    "METRICS",
     "NAME_NBYTES",
     "PARTS",
     "REPORT_NBYTES",
+    "Metric",
     "Report",
     "can_draw",
     "decode",
@@ -21,72 +25,126 @@ __all__ = [
     "main_scalar",
     "number",
     "readable",
+    "short",
     "whole",
 ]
 
 # parts of a super learner's time, whose shares a report contains
-PARTS = ("inner_allreduce", "optimizer", "collect", "offer", "global_operations")
+PARTS = (*ENGINE_PARTS, "global_operations")
 REPORT_NBYTES = 200  # most bytes of an encoded report
 NAME_NBYTES = 32  # most bytes of a scalar's name in an encoded report; longer names are truncated
 _FORM = 4  # first byte of an encoded report; `decode` returns None for other values
-_NUMBERS = struct.Struct("<BdqfBBfqfffIfBBBBBIIfBff")
 _SCALAR = struct.Struct("<f")
-_LARGEST = 2**32 - 1
 _LARGEST_COUNT = 2**63 - 1
 _DRAWN = 1e100  # largest absolute value that is drawn, or compared for an alert
 LATEST_S = 4e9  # largest unix time that is accepted: in the year 2096
 
 
 @dataclass(frozen=True)
-class Report:
-    """State of one super learner at one moment. "Lately" means over the last 10 s.
+class Metric:
+    """How a number of a report is sent, described and shown.
 
     Attributes:
-        time_s: time of the report, on the host's clock (time.time).
-        step: number of optimizer steps so far.
-        steps_per_s: steps per second lately.
-        staleness_p50, staleness_p95: percentiles of the staleness of corrections lately, in steps; 63 means
-            63 or more.
-        distance: consensus distance, estimated from the exchanges lately; NaN before the first exchange.
-        exchanges: number of finished exchanges so far, means of all included.
-        exchanges_per_s, sent_per_s: exchanges, and bytes sent over links, per second lately.
-        apart_s, apart_steps: seconds and steps since the last finished exchange.
-        due_steps: steps between two exchanges according to the strategy.
-        inner_allreduce, optimizer, collect, offer, global_operations: share of time in parts of the step and
-            in operations over all learners lately, in [0, 1].
-        left_out: number of chunks of the model that the last 8 exchanges could not average.
-        nonfinite_steps: number of steps after which the model was not finite.
-        share: share of the model that the next exchanges move; NaN if unknown.
-        bits: their bits per element between hosts: 4, 8 or 16; 0: as many as the model has.
-        idle_s: seconds since the trainer made a step, waited for other super learners, or was in a pause
-            that it has asked for (averaging_paused, averaged).
-        longest_idle_s: the longest such time between two steps, in the last hour.
+        name: the field of Report.
+        code: format in a message, a letter of struct; "%": a share, in whole percent.
+        meaning: what it is; "lately" means over the last 10 s.
+        prometheus: name for Prometheus after hvd_adpsgd_, under which (and `name` for hvd.log_to) it is
+            exported; None: it is not.
+        label: label and its value, where metrics share a name.
+        counts: whether it never decreases.
+        column: title of its column in the table; None: none.
+        cell: text of a report in that column; default: the number.
+        charts: what its charts on the page are drawn over: "step", "time".
+        axis: their scale, "linear" or "log".
+    """
+
+    name: str
+    code: str
+    meaning: str
+    prometheus: str | None = None
+    label: tuple[str, str] | None = None
+    counts: bool = False
+    column: str | None = None
+    cell: Callable[[Report], str] | None = None
+    charts: tuple[str, ...] = ()
+    axis: str = "linear"
+
+
+def _metric(
+    default: float, code: str, meaning: str, prometheus: str | None = None, **shown: Any
+) -> Any:
+    """Make a field of Report that carries its Metric."""
+    metric = {"code": code, "meaning": meaning, "prometheus": prometheus, **shown}
+    return field(default=default, metadata=metric)
+
+
+def _part(name: str) -> Any:
+    meaning = "share of time in a part of the step, lately"
+    return _metric(0.0, "%", meaning, "step_share", label=("part", name))
+
+
+def _staleness(percentile: str, **shown: Any) -> Any:
+    meaning = "age of corrections in steps, lately; 63: or more"
+    return _metric(0, "B", meaning, "staleness_steps", label=("quantile", percentile), **shown)
+
+
+def short(value: float) -> str:
+    """Format a number in few characters."""
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """State of one super learner at one moment: the numbers of METRICS, and scalars.
+
+    Attributes:
         scalars: the numbers that the script logs (hvd.log), by name.
     """
 
-    time_s: float = 0.0
-    step: int = 0
-    steps_per_s: float = math.nan
-    staleness_p50: int = 0
-    staleness_p95: int = 0
-    distance: float = math.nan
-    exchanges: int = 0
-    exchanges_per_s: float = math.nan
-    sent_per_s: float = math.nan
-    apart_s: float = 0.0
-    apart_steps: int = 0
-    due_steps: float = 1.0
-    inner_allreduce: float = 0.0
-    optimizer: float = 0.0
-    collect: float = 0.0
-    offer: float = 0.0
-    global_operations: float = 0.0
-    left_out: int = 0
-    nonfinite_steps: int = 0
-    share: float = math.nan
-    bits: int = 0
-    idle_s: float = 0.0
-    longest_idle_s: float = 0.0
+    time_s: float = _metric(0.0, "d", "time of the report, on the host's clock")
+    step: int = _metric(0, "q", "optimizer steps", "steps", counts=True, column="step")
+    steps_per_s: float = _metric(
+        math.nan, "f", "steps per second, lately", "steps_per_second", column="steps/s", charts=("time",)
+    )  # fmt: skip
+    staleness_p50: int = _staleness(
+        "0.5", column="stale", cell=lambda r: f"{r.staleness_p50}/{r.staleness_p95}"
+    )
+    staleness_p95: int = _staleness("0.95")
+    distance: float = _metric(
+        math.nan, "f", "consensus distance, estimated from the exchanges lately", "consensus_distance",
+        column="distance", charts=("step", "time"), axis="log",
+    )  # fmt: skip
+    exchanges: int = _metric(0, "q", "exchanges, means of all included", "exchanges", counts=True)
+    exchanges_per_s: float = _metric(
+        math.nan, "f", "exchanges per second, lately", "exchanges_per_second",
+        column="exch/s", charts=("time",),
+    )  # fmt: skip
+    sent_per_s: float = _metric(
+        math.nan, "f", "bytes sent over links per second, lately", "sent_bytes_per_second",
+        column="MB/s", cell=lambda r: short(r.sent_per_s / 1e6),
+    )  # fmt: skip
+    apart_s: float = _metric(0.0, "f", "seconds since the last exchange", "since_exchange_seconds")
+    apart_steps: int = _metric(0, "I", "steps since the last exchange", "since_exchange_steps")
+    due_steps: float = _metric(1.0, "f", "steps between two exchanges according to the strategy")
+    inner_allreduce: float = _part("inner_allreduce")
+    optimizer: float = _part("optimizer")
+    collect: float = _part("collect")
+    offer: float = _part("offer")
+    global_operations: float = _part("global_operations")
+    left_out: int = _metric(0, "I", "chunks that the last 8 exchanges left out", "left_out_chunks")
+    nonfinite_steps: int = _metric(
+        0, "I", "steps with NaN or infinity", "nonfinite_steps", counts=True
+    )
+    share: float = _metric(
+        math.nan, "f", "share of the model that an exchange moves", "exchange_share", charts=("time",),
+        column="share", cell=lambda r: short(r.share) + (f"/{r.bits}b" if r.bits else ""),
+    )  # fmt: skip
+    bits: int = _metric(
+        0, "B", "bits per element of exchanges between hosts; 0: all", "exchange_bits"
+    )
+    # a wait for other super learners, and a pause that the script asks for, count as steps
+    idle_s: float = _metric(0.0, "f", "seconds since the last step", "since_step_seconds")
+    longest_idle_s: float = _metric(0.0, "f", "longest such time in the last hour")
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,13 +159,17 @@ class Report:
             TypeError, ValueError, OverflowError, AttributeError: if `found` is no report.
         """
         values: dict[str, Any] = {"time_s": number(found.get("time_s"), 0, LATEST_S)}
-        for f in dataclasses.fields(cls):
-            if f.name in found and f.name not in ("time_s", "scalars"):
-                value = found[f.name]
-                values[f.name] = whole(value) if isinstance(f.default, int) else number(value)
+        for metric in METRICS[1:]:
+            if metric.name in found:
+                value = found[metric.name]
+                values[metric.name] = number(value) if metric.code in "df%" else whole(value)
         scalars = (found.get("scalars") or {}).items()
         values["scalars"] = {readable(name): number(value) for name, value in scalars}
         return cls(**values)
+
+
+METRICS = tuple(Metric(f.name, **f.metadata) for f in dataclasses.fields(Report) if f.metadata)
+_NUMBERS = struct.Struct("<B" + "".join(m.code for m in METRICS).replace("%", "B"))
 
 
 def number(value: Any, least: float = -math.inf, most: float = math.inf) -> float:
@@ -147,41 +209,11 @@ def can_draw(value: float) -> bool:
 
 def encode(report: Report) -> bytes:
     """Encode a report for a message, in at most REPORT_NBYTES bytes: scalars may be left out."""
-    out = _NUMBERS.pack(
-        _FORM,
-        report.time_s,
-        report.step,
-        _float32(report.steps_per_s),
-        min(report.staleness_p50, 255),
-        min(report.staleness_p95, 255),
-        _float32(report.distance),
-        report.exchanges,
-        _float32(report.exchanges_per_s),
-        _float32(report.sent_per_s),
-        _float32(report.apart_s),
-        min(report.apart_steps, _LARGEST),
-        _float32(report.due_steps),
-        *(
-            _percent(share)
-            for share in (
-                report.inner_allreduce,
-                report.optimizer,
-                report.collect,
-                report.offer,
-                report.global_operations,
-            )
-        ),
-        min(report.left_out, _LARGEST),
-        min(report.nonfinite_steps, _LARGEST),
-        _float32(report.share),
-        min(report.bits, 255),
-        _float32(report.idle_s),
-        _float32(report.longest_idle_s),
-    )
+    out = _NUMBERS.pack(_FORM, *(_packed(m.code, getattr(report, m.name)) for m in METRICS))
     for name, value in report.scalars.items():
-        short = name.encode("utf-8", "replace")[:NAME_NBYTES]
-        if len(out) + 1 + len(short) + _SCALAR.size <= REPORT_NBYTES:
-            out += bytes([len(short)]) + short + _SCALAR.pack(_float32(value))
+        key = name.encode("utf-8", "replace")[:NAME_NBYTES]
+        if len(out) + 1 + len(key) + _SCALAR.size <= REPORT_NBYTES:
+            out += bytes([len(key)]) + key + _SCALAR.pack(_float32(value))
     return out
 
 
@@ -189,8 +221,10 @@ def decode(data: bytes) -> Report | None:
     """Decode a report from a message; return None if the bytes have another form or are truncated."""
     if len(data) < _NUMBERS.size or data[0] != _FORM:
         return None
-    values = list(_NUMBERS.unpack_from(data))[1:]
-    values[12:17] = [percent / 100 for percent in values[12:17]]
+    values = {
+        m.name: value / 100 if m.code == "%" else value
+        for m, value in zip(METRICS, _NUMBERS.unpack_from(data)[1:], strict=True)
+    }
     scalars, at = {}, _NUMBERS.size
     while at < len(data):
         end = at + 1 + data[at]
@@ -199,8 +233,16 @@ def decode(data: bytes) -> Report | None:
         (value,) = _SCALAR.unpack_from(data, end)
         scalars[data[at + 1 : end].decode("utf-8", "replace")] = value
         at = end + _SCALAR.size
-    names = [f.name for f in dataclasses.fields(Report)][: len(values)]
-    return Report(**dict(zip(names, values, strict=True)), scalars=scalars)
+    return Report(**values, scalars=scalars)
+
+
+def _packed(code: str, value: float) -> float:
+    """Return a number as `code` can hold it: the nearest one, for a float32 that is too large an infinity."""
+    if code == "%":
+        return round(100 * min(max(value, 0.0), 1.0)) if math.isfinite(value) else 0
+    return (
+        _float32(value) if code in "df" else min(value, 2 ** (8 * struct.calcsize(f"<{code}")) - 1)
+    )
 
 
 def _float32(value: float) -> float:
@@ -210,10 +252,6 @@ def _float32(value: float) -> float:
     except OverflowError:
         return math.copysign(math.inf, value)
     return value
-
-
-def _percent(share: float) -> int:
-    return round(100 * min(max(share, 0.0), 1.0)) if math.isfinite(share) else 0
 
 
 def main_scalar(report: Report) -> tuple[str, float] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_adpsgd.watching.health import hung_after_s, slow
 from hvd_adpsgd.watching.record import Run, Track, plain
-from hvd_adpsgd.watching.reports import Report, can_draw, main_scalar
+from hvd_adpsgd.watching.reports import METRICS, Metric, Report, can_draw, main_scalar, short
 
 __all__ = ["COLUMNS", "Column", "Row", "rows", "sparkline"]
 
@@ -58,16 +58,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its title, the text of a row in it, whether the text is left-aligned."""
+    """A column of the table.
+
+    Attributes:
+        title: the title.
+        cell: returns the text of a row in it.
+        is_left: whether the text is left-aligned.
+    """
 
     title: str
     cell: Callable[[Row], str]
     is_left: bool = False
 
 
-def _moved(row: Row) -> str:
-    """Return the share, and the bits if they are fewer than the model has, as text: 0.25, or 0.25/8b."""
-    return _short(row.report.share) + (f"/{row.report.bits}b" if row.report.bits else "")
+def _column(metric: Metric) -> Column:
+    """Return the column of a metric, which shows Metric.cell."""
+    text = metric.cell or (lambda report: _number(getattr(report, metric.name)))
+    return Column(metric.column or "", lambda row: text(row.report))
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else short(value)
 
 
 def _since(row: Row) -> str:
@@ -80,22 +91,12 @@ def _since(row: Row) -> str:
     return f"{row.state} {row.since_s:.0f} s"
 
 
-def _short(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"
-
-
 COLUMNS = (
     Column("#", lambda row: str(row.super_learner)),
     Column("host", lambda row: row.host, is_left=True),
     Column("state", _since, is_left=True),
-    Column("step", lambda row: str(row.report.step)),
-    Column("steps/s", lambda row: _short(row.report.steps_per_s)),
-    Column("stale", lambda row: f"{row.report.staleness_p50}/{row.report.staleness_p95}"),
-    Column("distance", lambda row: _short(row.report.distance)),
-    Column("exch/s", lambda row: _short(row.report.exchanges_per_s)),
-    Column("share", _moved),
-    Column("MB/s", lambda row: _short(row.report.sent_per_s / 1e6)),
-    Column("loss", lambda row: _short(row.loss)),
+    *(_column(metric) for metric in METRICS if metric.column),
+    Column("loss", lambda row: short(row.loss)),
     Column("", lambda row: sparkline(row.losses), is_left=True),
 )
 

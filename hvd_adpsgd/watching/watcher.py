@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hvd_adpsgd.engine.metrics import TABLES
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.errors import MissingRequirementError, NotInitializedError
 from hvd_adpsgd.launch import world as worlds
@@ -183,7 +184,7 @@ class Watcher:
             return
         names = world.membership.names
         tracks = {i: Track(names[i], [r], every_s=self._every_s) for i, r in sorted(known.items())}
-        tracks[world.super_rank].peers = _tables(counters).get("peers", {})
+        tracks[world.super_rank].tables = _tables(counters)
         self._exporter.show(Run(tracks, list(self.events)))
         now = time.monotonic()
         self._first_since = now if self._first_since is None else self._first_since
@@ -230,14 +231,11 @@ def _about(world: World) -> dict[str, Any]:
     }
 
 
-def _tables(counters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the engine's tables for the record: exchanges by peer and chunks by staleness."""
+def _tables(counters: Mapping[str, Any] | None) -> dict[str, dict[int, int]]:
+    """Return the engine's tables for the record, without counts of 0."""
     if counters is None:
         return {}
-    return {
-        "peers": {i: count for i, count in enumerate(counters["met"]) if count},
-        "staleness": {i: count for i, count in enumerate(counters["staleness"]) if count},
-    }
+    return {t.name: {i: n for i, n in enumerate(counters[t.name]) if n} for t in TABLES}
 
 
 def _alive(world: World) -> set[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.watching.reports import Report
+from hvd_adpsgd.watching.reports import METRICS, Report
 
 __all__ = ["EACH", "Outlet", "Scalar", "log_to", "outlet", "scalars"]
 
@@ -19,20 +19,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 EACH = 64  # up to this many super learners each has its own scalars; with more, only means are sent
 _CLOSE_S = 5.0  # longest wait of close() for a running call of the writer
-_NAMES = (
-    "step",
-    "steps_per_s",
-    "staleness_p50",
-    "staleness_p95",
-    "distance",
-    "exchanges_per_s",
-    "share",
-    "bits",
-    "sent_per_s",
-    "global_operations",
-    "left_out",
-    "nonfinite_steps",
-)
+_NAMES = [metric.name for metric in METRICS if metric.prometheus]
 
 
 class Scalar(NamedTuple):

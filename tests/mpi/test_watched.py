@@ -57,7 +57,7 @@ def test_every_leader_knows_all_and_the_record_has_it(tmp_path: Path) -> None:
         assert len(steps) >= 3 and steps == sorted(steps), steps
         assert steps[-1] == result.by_rank()[rank]["step"], "the last report is of the end"
         assert track.reports[-1].scalars["learner"] == rank
-        assert sum(track.peers.values()) == track.reports[-1].exchanges
+        assert sum(track.tables["peers"].values()) == track.reports[-1].exchanges
     table = json.loads(command("top", "--json", tmp_path).stdout)
     assert [row["super_learner"] for row in table["super_learners"]] == [0, 1, 2]
     assert {row["state"] for row in table["super_learners"]} == {"left"}, "the run is over"

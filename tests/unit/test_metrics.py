@@ -62,7 +62,7 @@ def test_numbers_of_exchanges_by_hand():
     assert math.isnan(nothing["staleness_mean"]) and math.isnan(nothing["consensus_distance"])
     counters = dict.fromkeys(nothing, 0) | {
         "exchanges_active": 2, "exchanges_passive": 3, "staleness": [1, 0, 3] + [0] * 61,
-        "met": [0, 5, 0, 0], "compared": 5, "square": 20.0,
+        "peers": [0, 5, 0, 0], "compared": 5, "square": 20.0,
     }  # fmt: skip
     first = metrics.read(counters, 1.5)
     assert first["exchanges"] == 5 and first["staleness_mean"] == 1.5

@@ -40,7 +40,7 @@ def filled() -> Run:
         scalars={"loss": 0.2, ODD: 1.0, "none": math.nan},
     )
     tracks = {i: Track(f"node{i} {ODD}, learner {i}", [report]) for i in range(3)}
-    tracks[0].peers = {1: 7, 2: 5}
+    tracks[0].tables = {"peers": {1: 7, 2: 5}}
     return Run(tracks, [Event(1e9, "failed", 2, ""), Event(1e9, "alert", 1, "")])
 
 
@@ -168,3 +168,12 @@ def test_the_grafana_dashboard_asks_for_metrics_that_exist(exporter: Exporter) -
         used = re.findall(r"(\w+)(?:=~|!=|=)\"", query) + re.findall(r"by \((\w+)\)", query)
         used += re.findall(r"label_values\(\w+, (\w+)\)", query)
         assert set(used) <= labels, query
+
+
+def test_the_page_of_docs_names_each_metric(exporter: Exporter) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+    listed = text[text.index("Of each super learner `hvd_adpsgd_`") :].partition("`grafana.json`")[
+        0
+    ]
+    served = {name.removeprefix("hvd_adpsgd_") for name in samples(get(exporter.address))}
+    assert set(re.findall(r"`(\w+)`", listed)) - {"hvd_adpsgd_"} == served

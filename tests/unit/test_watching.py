@@ -404,7 +404,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [len(track.reports) for track in run.tracks.values()] == [30, 15]
     assert run.tracks[0].name == "host0, learner 0"
     assert run.tracks[0].reports[-1].scalars == {"loss": 1 / 30}
-    assert run.tracks[0].peers == {1: 29} and run.tracks[0].staleness == {1: 145}
+    assert run.tracks[0].tables == {"peers": {1: 29}, "staleness": {1: 145}}
     assert [(event.what, event.about) for event in run.events] == [
         ("start", 0),
         ("start", 1),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, MissingRequirementError
 from hvd_adpsgd.tools.top.web import serve
 from hvd_adpsgd.watching.record import Run, read
+from hvd_adpsgd.watching.reports import METRICS
 from hvd_adpsgd.watching.table import COLUMNS, Row, rows
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _TAIL_NBYTES = 200_000  # read from the end of each file of the record: some hundred reports
-_SORTS = ("super_learner", "host", "state", "step", "steps_per_s", "distance", "apart_s", "loss")
+_SORTS = ("super_learner", "host", "state", "loss", *(metric.name for metric in METRICS))
 # Columns to drop, in this order, if the terminal is narrow.
-_DROPPED = ("", "MB/s", "share", "exch/s", "stale", "distance", "host")
+_DROPPED = ("", *(metric.column for metric in reversed(METRICS[3:]) if metric.column), "host")
 _HOST_WIDTH = 12  # characters to which the column "host" is shortened before columns are dropped
 _WIDTH = 150  # characters, enough for all columns; used when the output is no terminal
 _EVERY_S = (0.1, 86400.0)  # bounds of --every
