@@ -1,12 +1,11 @@
-"""The record of a run on disk: a folder with a file of JSON lines per super learner, bounded in size.
+"""The record of a run on disk: a folder with a file of JSON lines per super learner.
 
     {"kind": "start", "time_s": ..., "super_learner": 2, "name": "node3, learner 16", ...}
     {"kind": "report", "time_s": ..., "step": ..., "scalars": {"loss": ...}, "peers": {"0": 17}, ...}
     {"kind": "event", "time_s": ..., "event": "failed", "about": 1, "text": "..."}
 
-When a file has grown to its bound, every second report and the oldest events are removed from it, and from
-then on reports are written half as often: the file covers the whole run, with fewer reports per minute. A
-reader skips a last line that is truncated.
+A file grows with the logarithm of the run's time: reports become rarer. A reader skips a last line that is
+truncated.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import math
 import os
 import re
 import stat
-import tempfile
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -28,15 +26,12 @@ from hvd_adpsgd.engine.metrics import TABLES
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
-__all__ = ["LIMIT_NBYTES", "Event", "Record", "Run", "Track", "plain", "read"]
+__all__ = ["Event", "Record", "Run", "Track", "plain", "read"]
 
 log = logging.getLogger("hvd_adpsgd")
 
-LIMIT_NBYTES = 8 << 20  # largest file of one super learner
+_REPORTS = 7200  # reports until the interval grows, and then in each e-fold of the run's time
 _LOOK_S = 30.0  # time between two checks whether the file still exists
-_EVENTS = (
-    1000  # newest lines other than reports that remain when a file is thinned, beside all starts
-)
 _SAME_S = 5.0  # a change of state that several leaders record within this time is one event
 _STATES = ("suspect", "alive", "left", "failed", "joined")
 _MOST_SUPER_LEARNERS = 1_000_000
@@ -51,8 +46,7 @@ class Record:
     Args:
         folder: folder of the record; made if missing.
         super_rank: super_rank of this super learner.
-        limit_nbytes: largest size of the file in bytes.
-        every_s: least seconds between two reports of one super learner; doubled each time the file is full.
+        every_s: least seconds between two reports of one super learner at the beginning of the run.
 
     Raises:
         ConfigError: if the file cannot be opened.
@@ -63,13 +57,12 @@ class Record:
         folder: str | os.PathLike[str],
         super_rank: int,
         *,
-        limit_nbytes: int = LIMIT_NBYTES,
         every_s: float = 0.0,
     ):
         self.folder = Path(folder)
         self.path = self.folder / f"{super_rank}.jsonl"
         self.every_s = every_s
-        self._limit = limit_nbytes
+        self._least_s, self._began_s = every_s, math.inf
         self._next_look_s = -math.inf
         self._last: dict[int, float] = {}  # time of the last report, by super_rank
         try:
@@ -102,18 +95,18 @@ class Record:
         try:
             self._file.write(_line(kind, fields) + "\n")
             self._file.flush()
-            if self._file.tell() > self._limit:
-                self._thin()
         except OSError as error:
             log.warning("record %s ends here, training continues: %s.", self.path, error.strerror)
             self._file = None
 
     def look(self, now_s: float) -> None:
-        """Every 30 s check whether the file was deleted or moved; if so, end the record with a warning.
+        """Adapt the interval of reports; every 30 s end the record if the file was deleted or moved.
 
         Args:
             now_s: time of a clock that is never set (time.monotonic).
         """
+        self._began_s = min(self._began_s, now_s)
+        self.every_s = max(self._least_s, (now_s - self._began_s) / _REPORTS)
         if self._file is None or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_S
@@ -136,20 +129,6 @@ class Record:
             self._file.close()
             self._file = None
 
-    def _thin(self) -> None:
-        """Halve the file: keep every second report and the newest events; write reports half as often."""
-        lines = self.path.read_text("utf-8", errors="replace").split("\n")
-        kept = "".join(line + "\n" for line in thinned(lines))
-        handle, new = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.folder)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(kept)
-        os.chmod(new, 0o644)
-        os.replace(new, self.path)
-        if self._file is not None:
-            self._file.close()
-        self._file = self.path.open("a", encoding="utf-8")
-        self.every_s = 2 * self.every_s
-
 
 def _opened(path: Path) -> IO[str]:
     """Open a file for appending, without blocking: opening a pipe would block until a process reads it.
@@ -163,27 +142,6 @@ def _opened(path: Path) -> IO[str]:
         os.close(handle)
         raise OSError(errno.EINVAL, "it is no regular file")
     return open(handle, "a", encoding="utf-8")
-
-
-def thinned(lines: Sequence[str]) -> list[str]:
-    """Return every second report of each super learner, the newest included, and the newest other lines."""
-    kept: list[str] = []
-    reports: dict[str, int] = {}
-    others = 0
-    for line in reversed(lines):
-        found = _parsed(line)
-        if found is None:
-            continue
-        if found.get("kind") == "report":
-            who = str(found.get("super_learner"))
-            reports[who] = reports.get(who, 0) + 1
-            if reports[who] % 2:
-                kept.append(line)
-        else:
-            others += 1
-            if others <= _EVENTS or found.get("kind") == "start":
-                kept.append(line)
-    return kept[::-1]
 
 
 def _line(kind: str, fields: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.tools import top
 from hvd_adpsgd.tools.page import page
 from hvd_adpsgd.watching.prometheus import RunCollector
-from hvd_adpsgd.watching.record import Record, read, thinned
+from hvd_adpsgd.watching.record import Record, read
 from hvd_adpsgd.watching.reports import Report
 
 GOOD = Report(time_s=1e9, step=7, steps_per_s=10.0, scalars={"loss": 1.0})
@@ -76,7 +76,6 @@ def seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     collector = RunCollector()
     collector.run = read(folder)
     assert list(collector.collect())
-    page(read(folder), 1e9, "/plotly.js")
     assert top.main(["--once", str(folder)]) == 0
     capsys.readouterr()
     assert top.main(["--json", str(folder)]) == 0
@@ -89,7 +88,7 @@ def seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_lines_of_another_hand_are_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], chunk: int
 ) -> None:
-    for line in FOREIGN[chunk::4]:
+    for line in [*FOREIGN[chunk::4], "\n".join(FOREIGN)]:
         path = written(tmp_path)
         with path.open("a", encoding="latin-1") as file:
             file.write(line + "\n")
@@ -98,25 +97,8 @@ def test_lines_of_another_hand_are_no_traceback(
         except Exception as error:
             pytest.fail(f"{line[:100]}: {error!r}")
         assert row["super_learner"] == 0, line[:100]
+        assert "\n" not in line or page(read(tmp_path), 1e9, "/plotly.js")
         path.unlink()
-
-
-def test_all_of_them_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path)
-    with path.open("a", encoding="latin-1") as file:
-        file.write("\n".join(FOREIGN))
-    seen(tmp_path, capsys)
-    thinned(path.read_text("latin-1").split("\n"))
-
-
-def test_a_full_file_with_strange_lines_is_thinned(tmp_path: Path) -> None:
-    path = tmp_path / "0.jsonl"
-    path.write_bytes(b'{"kind":"report","super_learner":[]}\n\xff\xfe\n')
-    record = Record(tmp_path, 0, limit_nbytes=2000)
-    for k in range(20):
-        record.report(0, replace(GOOD, time_s=1e9 + k))
-    record.close()
-    assert path.stat().st_size <= 2000 and read(tmp_path).tracks[0].reports[-1].time_s == 1e9 + 19
 
 
 def test_only_files_with_the_number_of_a_super_learner_are_read(tmp_path: Path) -> None:
