@@ -76,16 +76,22 @@ class Alerts:
             suspect: for each super learner that does not answer, since when, on the clock of `now_s`.
         """
         living = {i: report for i, report in reports.items() if i in alive}
+        problems = {
+            "silent": self._silent(now_s, suspect),
+            "hung": self._hung(now_s, living),
+            "apart": self._apart(living),
+            "slow": self._slow(now_s, living),
+            "operations": self._operations(now_s, living),
+            "left_out": self._left_out(living),
+        }
         found = [
-            *self._silent(now_s, suspect),
-            *self._hung(now_s, living),
-            *self._apart(living),
-            *self._slow(now_s, living),
-            *self._operations(now_s, living),
-            *self._left_out(living),
-            *self._drifting(now_s, living),
+            Alert(kind, i, f"{self._who(i)} {text}")
+            for kind, texts in problems.items()
+            for i, text in texts.items()
         ]
-        return [alert for alert in found if self._is_new(now_s, alert)]
+        return [
+            alert for alert in found + self._drifting(now_s, living) if self._is_new(now_s, alert)
+        ]
 
     def _is_new(self, now_s: float, alert: Alert) -> bool:
         key = alert.kind, alert.about
@@ -94,66 +100,66 @@ class Alerts:
         return now_s - before > OVER_S
 
     def _who(self, i: int) -> str:
-        return (
-            f"super learner {i} ({self._names[i]})"
-            if i < len(self._names)
-            else f"super learner {i}"
-        )
+        name = f" ({self._names[i]})" if i < len(self._names) else ""
+        return f"super learner {i}{name}"
 
-    def _silent(self, now_s: float, suspect: Mapping[int, float]) -> list[Alert]:
-        return [
-            Alert(
-                "silent",
-                i,
-                f"{self._who(i)} has not answered for {now_s - since:.0f} s (bound: {SILENT_S:.0f} s): it is "
-                "stopped, its host is overloaded, or its link is cut. The others train on without it. Look "
-                "at its processes and at its network.",
-            )
+    # Each of these methods returns what is wrong, by super_rank.
+
+    def _silent(self, now_s: float, suspect: Mapping[int, float]) -> dict[int, str]:
+        return {
+            i: f"has not answered for {now_s - since:.0f} s (bound: {SILENT_S:.0f} s): it is stopped, "
+            "its host is overloaded, or its link is cut. The others train on without it. Look at its "
+            "processes and at its network."
             for i, since in suspect.items()
             if now_s - since >= SILENT_S
-        ]
+        }
 
-    def _hung(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
+    def _hung(self, now_s: float, living: Mapping[int, Report]) -> dict[int, str]:
         bounds = hung_after_s(living)
-        return [
-            Alert(
-                "hung",
-                i,
-                f"{self._who(i)} has made no step for {living[i].idle_s:.0f} s (bound: {bounds[i]:.0f} s), "
-                "although its process answers, and waits in no global collective and no pause of averaging: "
-                "one of its learners hangs, or evaluates outside `with hvd.averaged(...)`. The others train "
-                "on without it. Look at its data loading, file system and GPUs: `py-spy dump --pid PID` "
-                "prints the line where a learner is.",
-            )
+        return {
+            i: f"has made no step for {living[i].idle_s:.0f} s (bound: {bounds[i]:.0f} s), although its "
+            "process answers, and waits in no global collective and no pause of averaging: one of its "
+            "learners hangs, or evaluates outside `with hvd.averaged(...)`. The others train on without it. "
+            "Look at its data loading, file system and GPUs: `py-spy dump --pid PID` prints the line where a "
+            "learner is."
             for i in self._lasting("hung", now_s, bounds, HUNG_LASTING_S)
-        ]
+        }
 
-    def _apart(self, living: Mapping[int, Report]) -> list[Alert]:
+    def _apart(self, living: Mapping[int, Report]) -> dict[int, str]:
         """Find super learners that train without an exchange for 60 s and twice the usual number of steps."""
-        if len(living) < 2:
-            return []
-        return [
-            Alert(
-                "apart",
-                i,
-                f"{self._who(i)} has had no exchange for {r.apart_s:.0f} s and {r.apart_steps} "
-                f"steps (bound: {APART_S:.0f} s): its model drifts from the others. {_cause(r)}",
-            )
+        return {
+            i: f"has had no exchange for {r.apart_s:.0f} s and {r.apart_steps} steps (bound: {APART_S:.0f} s)"
+            f": its model drifts from the others. {_cause(r)}"
             for i, r in living.items()
-            if r.apart_s >= APART_S and r.apart_steps > 2 * max(r.due_steps, 1.0)
-        ]
+            if len(living) > 1
+            and r.apart_s >= APART_S
+            and r.apart_steps > 2 * max(r.due_steps, 1.0)
+        }
 
-    def _slow(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
-        return [
-            Alert(
-                "slow",
-                i,
-                f"{self._who(i)} makes {living[i].steps_per_s:.3g} steps/s, less than half of the median "
-                f"({median_speed(living):.3g}), for {now_s - since:.0f} s. The others do not wait for it. "
-                "Look at that host: other jobs, its clock speed, its data loading.",
-            )
+    def _slow(self, now_s: float, living: Mapping[int, Report]) -> dict[int, str]:
+        return {
+            i: f"makes {living[i].steps_per_s:.3g} steps/s, less than half of the median "
+            f"({median_speed(living):.3g}), for {now_s - since:.0f} s. The others do not wait for it. Look "
+            "at that host: other jobs, its clock speed, its data loading."
             for i, since in self._lasting("slow", now_s, slow(living)).items()
-        ]
+        }
+
+    def _operations(self, now_s: float, living: Mapping[int, Report]) -> dict[int, str]:
+        busy = {i for i, r in living.items() if r.global_operations > OPERATIONS}
+        return {
+            i: f"spends {living[i].global_operations:.0%} of its time in operations over all learners (bound"
+            f": {OPERATIONS:.0%}), waiting for the slowest. Call them less often, or with "
+            "process_set=hvd.super_learner."
+            for i in self._lasting("operations", now_s, busy)
+        }
+
+    def _left_out(self, living: Mapping[int, Report]) -> dict[int, str]:
+        return {
+            i: f"has {r.left_out} chunks that are never averaged: a value was not finite in the last 8 "
+            "exchanges of each. A warning of that learner names the tensors."
+            for i, r in living.items()
+            if r.left_out
+        }
 
     def _lasting(
         self, kind: str, now_s: float, whom: Collection[int], seconds: float = LASTING_S
@@ -162,31 +168,6 @@ class Alerts:
         before = self._since.get(kind, {})
         self._since[kind] = since = {i: before.get(i, now_s) for i in whom}
         return {i: begun for i, begun in since.items() if now_s - begun >= seconds}
-
-    def _operations(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
-        busy = {i for i, r in living.items() if r.global_operations > OPERATIONS}
-        return [
-            Alert(
-                "operations",
-                i,
-                f"{self._who(i)} spends {living[i].global_operations:.0%} of its time in operations over all "
-                f"learners (bound: {OPERATIONS:.0%}), waiting for the slowest. Call them less often, or with "
-                "process_set=hvd.super_learner.",
-            )
-            for i in self._lasting("operations", now_s, busy)
-        ]
-
-    def _left_out(self, living: Mapping[int, Report]) -> list[Alert]:
-        return [
-            Alert(
-                "left_out",
-                i,
-                f"{self._who(i)}: {r.left_out} chunks of its model are never averaged: a value was not "
-                "finite in the last 8 exchanges of each. A warning of that learner names the tensors.",
-            )
-            for i, r in living.items()
-            if r.left_out
-        ]
 
     def _drifting(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
         """Find a consensus distance that has tripled within ten minutes while the loss has not changed."""
