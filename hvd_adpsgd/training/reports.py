@@ -32,9 +32,10 @@ def metrics() -> dict[str, Any]:
     sums, over the network or as messages inside a host, counted as they arrive), bytes_shared (of chunks
     averaged with peers on this host through shared memory, which no link carries), staleness (chunks by
     age in steps, 0 to 63 and more) and staleness_mean, consensus_distance (estimated from the exchanges
-    since the last call; NaN if no element was compared yet), counts by peer: peers (exchanges) and others in
-    PEER_TABLES of hvd_adpsgd.engine.metrics; engine_cpu_s, exchange_share (of the model, in the next exchanges), exchange_bits (per element,
-    between hosts, at most, as a peer may want fewer: 4, 8 or 16; 0: as many as the model has),
+    since the last call; NaN if no element was compared yet), peers (number of exchanges with each peer)
+    and the other PEER_TABLES of hvd_adpsgd.engine.metrics, engine_cpu_s, exchange_share (of the model, in
+    the next exchanges), exchange_bits (per element, between hosts, at most, as a peer may want fewer: 4, 8
+    or 16; 0: as many as the model has),
     exchange_overhead (what exchanges cost, as a part of a step; NaN unless exchange_share="auto").
 
     Returns:

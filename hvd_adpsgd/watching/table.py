@@ -58,13 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
-
-    Attributes:
-        title: the title.
-        cell: returns the text of a row in it.
-        is_left: whether the text is left-aligned.
-    """
+    """A column of the table: its title, the text of a row in it, and whether that is left-aligned."""
 
     title: str
     cell: Callable[[Row], str]

@@ -120,7 +120,7 @@ def test_a_line_does_not_go_back_to_the_steps_of_a_new_run(tmp_path: Path) -> No
     for s, step in ((1, 100), (2, 200), (4, 0), (5, 100)):
         record.report(0, replace(FINE, time_s=1e9 + s, step=step))
     record.close()
-    (line,) = lines(of(tmp_path)[0], 0)
+    (line,) = lines(of(tmp_path)[0], 1)
     assert line["x"] == [100, 200, 200, 0, 100] and line["y"] == [1.0, 1.0, None, 1.0, 1.0]
 
 

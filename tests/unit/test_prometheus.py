@@ -85,8 +85,10 @@ def test_metrics_are_those_of_the_reports(exporter: Exporter) -> None:
         (s.labels["super_learner"], s.labels["state"]) for s in found["hvd_adpsgd_state"] if s.value
     }
     assert states == {("0", "SILENT"), ("1", "SILENT"), ("2", "FAILED")}
-    shares = [s.value for s in found["hvd_adpsgd_step_share"] if s.labels["super_learner"] == "0"]
-    assert math.fsum(shares) == pytest.approx(1.0)
+    shares = values(found["hvd_adpsgd_step_share"], "super_learner", "part")
+    assert shares["0", "inner_allreduce"] == 0.25 and shares["2", "offer"] == 0.0
+    ages = values(found["hvd_adpsgd_staleness_steps"], "super_learner", "quantile")
+    assert (ages["0", "0.5"], ages["0", "0.95"]) == (0.0, 3.0)
     assert {s.labels["host"] for s in found["hvd_adpsgd_since_step_seconds"]} == {
         f"node{i} {ODD}, learner {i}" for i in range(3)
     }
