@@ -108,22 +108,23 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
         scalars = logged()
         step = scalars.get("step", 0.0)
         counted = int(step) if math.isfinite(step) else 0
-        return Sample(time.monotonic(), counted, parts, waits=True, scalars=scalars)
-    sums = averaging.record.counters.sums
+        return Sample(time.monotonic(), counted, parts, None, {"scalars": scalars}, waits=True)
     rounds = averaging.plan.in_step
     return Sample(
         monotonic_s=time.monotonic(),
         step=averaging.step,
-        parts_s={**sums, **parts},
+        parts_s={**averaging.record.counters.sums, **parts},
         engine=counters,
-        due_steps=rounds.period if rounds else 1 / averaging.spec.config.exchanges_per_step,
-        left_out=len(averaging.engine.memory.store.left_out(_LEFT_OUT)),
-        nonfinite_steps=averaging.nonfinite_steps,
-        share=share_of(averaging),
-        bits=bits_of(averaging),
+        values={
+            "due_steps": rounds.period if rounds else 1 / averaging.spec.config.exchanges_per_step,
+            "left_out": len(averaging.engine.memory.store.left_out(_LEFT_OUT)),
+            "nonfinite_steps": averaging.nonfinite_steps,
+            "share": share_of(averaging),
+            "bits": bits_of(averaging),
+            "scalars": logged(),
+        },
         steps=sum(one.step for one in live()),
         waits=usage.is_waiting() or any(map(_rests, live() or [averaging])),
-        scalars=logged(),
     )
 
 

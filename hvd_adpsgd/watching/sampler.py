@@ -29,7 +29,7 @@ class Sample:
         step: number of steps so far.
         parts_s: seconds so far by part of the step, and in operations over all learners.
         engine: the engine's counters (loop.Loop.counters); None without an engine.
-        due_steps, left_out, nonfinite_steps, share, bits, scalars: see Report.
+        values: fields of Report that are known now.
         steps: number of steps of all optimizers together.
         waits: whether the trainer waits for other super learners, is in a pause that it has asked for, or has
             no optimizer whose steps are counted.
@@ -39,14 +39,9 @@ class Sample:
     step: int
     parts_s: Mapping[str, float]
     engine: Mapping[str, Any] | None = None
-    due_steps: float = 1.0
-    left_out: int = 0
-    nonfinite_steps: int = 0
-    share: float = math.nan
-    bits: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 0
     waits: bool = False
-    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sampler:
@@ -88,14 +83,9 @@ class Sampler:
             time_s=time_s,
             step=sample.step,
             steps_per_s=_rate(sample.step - first.step, seconds),
-            due_steps=sample.due_steps,
-            left_out=sample.left_out,
-            nonfinite_steps=sample.nonfinite_steps,
-            share=sample.share,
-            bits=sample.bits,
             idle_s=sample.monotonic_s - idle.since_s,
             longest_idle_s=idle.longest_s(),
-            scalars=dict(sample.scalars),
+            **sample.values,
             **shares,
             **self._of_engine(first, sample, seconds),
         )
