@@ -13,7 +13,10 @@ import numpy as np
 
 from hvd_adpsgd.theory.mixing import consensus_from_exchanges
 
-__all__ = ["EVENT_NAMES", "PARTS", "PEER_TABLES", "TABLES", "Counters", "ExchangeMetrics", "Table"]
+__all__ = [
+    "EVENT_NAMES", "PARTS", "PEER_TABLES", "TABLES",
+    "Counters", "ExchangeMetrics", "Table", "consensus_distance",
+]  # fmt: skip
 
 Clock = Callable[[], float]
 
@@ -126,6 +129,20 @@ class Counters:
 # ---- exchanges ----------------------------------------------------------------------------------
 
 
+def consensus_distance(before: Mapping[str, Any], now: Mapping[str, Any], super_size: int) -> float:
+    """Estimate the consensus distance from the exchanges between two readings of an engine's counters.
+
+    In a run with means of all and without exchanges: the distance of this model from the last mean. NaN if
+    nothing was compared. Counters: `square`, the sum of squared differences, of `compared` elements.
+    """
+    if now["compared"] == 0 and now["means"]:
+        return math.sqrt(now["mean_square"])
+    compared, square = now["compared"] - before["compared"], now["square"] - before["square"]
+    if compared <= 0 or square < 0:  # the sums are read without a lock
+        return math.nan
+    return consensus_from_exchanges(square / compared, super_size)
+
+
 class ExchangeMetrics:
     """Metrics of one engine, computed from the counters of its thread.
 
@@ -135,9 +152,7 @@ class ExchangeMetrics:
 
     def __init__(self, super_size: int):
         self._n = super_size
-        # counters `square` (sum of squared differences between models in exchanges) and `compared` (number of
-        # compared elements) at the last `read` after an exchange
-        self._square, self._compared = 0.0, 0
+        self._before: Mapping[str, Any] = {"compared": 0, "square": 0.0}
         self._distance = math.nan
 
     def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
@@ -159,15 +174,8 @@ class ExchangeMetrics:
         }
 
     def _consensus_distance(self, counters: Mapping[str, Any]) -> float:
-        """Estimate the consensus distance from the exchanges since the last `read`, else keep the last value.
-
-        In a run with means of all and without exchanges: the distance of this model from the last mean.
-        """
-        if counters["compared"] == 0 and counters["means"]:
-            return math.sqrt(counters["mean_square"])
-        compared = counters["compared"] - self._compared
-        if compared > 0:
-            mean_square = max((counters["square"] - self._square) / compared, 0.0)
-            self._distance = consensus_from_exchanges(mean_square, self._n)
-            self._square, self._compared = counters["square"], counters["compared"]
+        """Return the consensus distance since the last `read` after an exchange, else the last one."""
+        distance = consensus_distance(self._before, counters, self._n)
+        if not math.isnan(distance):
+            self._before, self._distance = counters, distance
         return self._distance

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.engine.metrics import consensus_distance
 from hvd_adpsgd.watching.health import MOVING_S, START_S
 from hvd_adpsgd.watching.reports import PARTS, Report
 
@@ -98,6 +98,8 @@ class Sampler:
         if self._exchanged is None or self._exchanged[0] != exchanges:
             self._exchanged = exchanges, last.monotonic_s, last.step
         _, when, step = self._exchanged
+        distance = consensus_distance(old, new, self._n)
+        self._distance = self._distance if math.isnan(distance) else distance
         lately = np.array(new["staleness"]) - np.array(old["staleness"])
         return {
             "exchanges": exchanges,
@@ -107,19 +109,8 @@ class Sampler:
             "apart_steps": last.step - step,
             "staleness_p50": _percentile(lately, 0.5),
             "staleness_p95": _percentile(lately, 0.95),
-            "distance": self._consensus_distance(old, new),
+            "distance": self._distance,
         }
-
-    def _consensus_distance(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
-        """Estimate the consensus distance from recent exchanges, else from the last mean, else as before."""
-        compared = new["compared"] - old["compared"]
-        if compared > 0:
-            square = (new["square"] - old["square"]) / compared
-            if square >= 0:  # the sums are read without a lock, so their difference may be negative
-                self._distance = consensus_from_exchanges(square, self._n)
-        elif new["compared"] == 0 and new["means"]:
-            self._distance = math.sqrt(new["mean_square"])
-        return self._distance
 
 
 class _Idle:
