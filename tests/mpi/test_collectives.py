@@ -221,6 +221,7 @@ def test_an_operation_that_not_all_asked_for_ends_with_the_script() -> None:
 STATES = """
     import torch
     import hvd_adpsgd.torch as hvd
+    from tests.mpi.programs.learner import outcome
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(rank)
@@ -280,11 +281,7 @@ STATES = """
                 self.register_buffer(name, buffer)
 
     def error(call):
-        try:
-            call()
-        except Exception as e:
-            return [type(e).__name__, str(e)]
-        return []
+        return list(outcome(call).values())
 
     class Extra(Odd):
         def get_extra_state(self):
@@ -583,6 +580,7 @@ def test_learners_in_different_operations_are_told_so() -> None:
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
+        from tests.mpi.programs import learner
         hvd.init()
         model = torch.nn.Linear(3, 2)
 
@@ -590,24 +588,19 @@ def test_learners_in_different_operations_are_told_so() -> None:
             with context:
                 pass
 
-        def wrap():
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            return hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
-
-        optimizer = wrap()
+        optimizer = learner.wrap(model)
         operations = {
             "averaged": lambda: enter(hvd.averaged(model)), "average_model": lambda: hvd.average_model(model),
             "averaging_paused": lambda: enter(hvd.averaging_paused()),
-            "consensus_distance": lambda: hvd.consensus_distance(model), "hvd.DistributedOptimizer": wrap}
+            "consensus_distance": lambda: hvd.consensus_distance(model),
+            "hvd.DistributedOptimizer": lambda: learner.wrap(model)}
         others = {"allreduce": lambda: hvd.allreduce(torch.ones(2)), "barrier": hvd.barrier,
                   "broadcast_object": lambda: hvd.broadcast_object(1)}
         told = {}
         for name, operation in operations.items():
             for other, call in others.items():
-                try:
-                    operation() if hvd.rank() == 0 else call()
-                except Exception as error:
-                    told[f"{name}/{other}"] = [type(error).__name__, str(error)]
+                found = learner.outcome(operation if hvd.rank() == 0 else call)
+                told[f"{name}/{other}"] = list(found.values())
         say(rank=hvd.rank(), told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}

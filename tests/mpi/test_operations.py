@@ -17,20 +17,19 @@ ALONE = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
 OPERATIONS = """
     import torch
     import hvd_adpsgd.torch as hvd
+    from tests.mpi.programs import learner
+    from tests.mpi.programs.learner import outcome
     hvd.init()
     rank = hvd.rank()
     model = torch.nn.Linear(3, 2)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
-                                         named_parameters=model.named_parameters())
+    optimizer = learner.wrap(model)
 
     def entered(context):
         with context:
             pass
 
     def step():
-        optimizer.zero_grad()
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+        learner.step(model, optimizer, torch.ones(1, 3))
 
     x = torch.ones(4)
     CALLS = {
@@ -51,8 +50,8 @@ OPERATIONS = """
         "broadcast_object": lambda: hvd.broadcast_object(3, 0),
         "broadcast_parameters": lambda: hvd.broadcast_parameters(model.state_dict(), 0),
         "broadcast_optimizer_state": lambda: hvd.broadcast_optimizer_state(optimizer, 0),
-        "barrier": hvd.barrier,
-        "join": hvd.join,
+        "barrier": lambda: hvd.barrier(),  # the line is that of the script
+        "join": lambda: hvd.join(),
         "admit": lambda: hvd.admit(model, optimizer),
     }
 """
@@ -67,23 +66,16 @@ def test_twenty_pairs_of_operations_that_differ() -> None:
         names = list(CALLS)
         for i, name in enumerate(names):
             other = names[(i + 7) % len(names)]
-            told = None
-            try:
-                if rank == 1:
-                    CALLS[name]()
-                else:
-                    CALLS[other]()
-            except Exception as error:
-                told = [type(error).__name__, str(error)]
+            found = outcome(CALLS[name if rank == 1 else other])
             step()
             after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-            say(rank=rank, pair=[other, name], told=told, after=after)
+            say(rank=rank, pair=[other, name], after=after, **found)
     """
     result = run_learners(3, _program(program), env=ALONE).checked()
     assert len(result.said) == 60, result.report()
     for facts in result.said:
-        kind, text = facts["told"]
-        assert kind == "CollectiveMismatchError", facts
+        text = facts["text"]
+        assert facts["error"] == "CollectiveMismatchError", facts
         first, other = (name.split()[-1] for name in facts["pair"])
         assert facts["after"] == 3.0, facts
         assert (
@@ -99,29 +91,15 @@ def test_twenty_pairs_of_operations_that_differ() -> None:
 def test_a_leader_whose_step_ends_an_operation_takes_part_in_no_other() -> None:
     """Its mate waits for it in Horovod, and could not come."""
     program = """
-        import torch
-        import hvd_adpsgd.torch as hvd
-        hvd.init()
-        model = torch.nn.Linear(3, 2)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
-                                             named_parameters=model.named_parameters())
-        told = []
-        for act in (lambda: train(3 if hvd.super_rank() == 1 else 6), hvd.barrier):
-            try:
-                act()
-            except Exception as error:
-                told.append(type(error).__name__)
-        say(rank=hvd.rank(), told=told)
-    """
-    train = """
-        def train(steps):
-            for _ in range(steps):
-                optimizer.zero_grad()
-                model(torch.ones(1, 3)).sum().backward()
-                optimizer.step()
+        def train():
+            for _ in range(3 if hvd.super_rank() == 1 else 6):
+                step()
+
+        errors = [outcome(act).get("error") for act in (train, hvd.barrier)]
+        say(rank=rank, told=[error for error in errors if error])
     """
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_AVERAGING": "delay_by_one"}
-    said = run_learners(4, textwrap.dedent(train) + textwrap.dedent(program), env=env).by_rank()
+    said = run_learners(4, _program(program), env=env).by_rank()
     for facts in said[:2]:  # the mate looks what the leader does, while it waits for its gradients
         assert facts["told"] == ["CollectiveMismatchError", "LearnerFailedError"], said
     for facts in said[2:]:
@@ -140,15 +118,15 @@ def test_an_error_of_one_learner_is_an_error_of_all() -> None:
         from mpi4py import MPI
         collectives = worlds.current().collectives
 
+        def run(operation):
+            return list(outcome(lambda: collectives.run("experiment", operation)).values())
+
         def raised(error):
             def operation(attempt):
                 if rank == 2:
                     raise error
                 attempt.allreduce(torch.ones(10**6).numpy())  # rank 2 does not come
-            try:
-                collectives.run("experiment", operation)
-            except Exception as error:
-                return [type(error).__name__, str(error)]
+            return run(operation)
 
         def truncated(attempt):
             comm = collectives.comm
@@ -159,11 +137,7 @@ def test_an_error_of_one_learner_is_an_error_of_all() -> None:
             attempt.barrier()
 
         told = [raised(ConfigError("a bad option")), raised(KeyError("x"))]
-        for _ in range(2):
-            try:
-                collectives.run("experiment", truncated)
-            except Exception as error:
-                told.append([type(error).__name__, str(error)])
+        told += [run(truncated) for _ in range(2)]
         say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item(),
             left=collectives.ranks)
     """
@@ -391,17 +365,14 @@ def test_operations_in_a_tight_loop_while_engines_exchange_and_a_learner_is_kill
     program = """
         import signal, threading
         model = torch.nn.Linear(1000, 1000)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6),
-                                             named_parameters=model.named_parameters())
+        optimizer = learner.wrap(model, lambda ps: torch.optim.SGD(ps, lr=1e-6))
         sums, i = [], 0
         ends = time.monotonic() + 25
         while True:
             if rank == 2 and i == 150:
                 threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
             if i % 10 == 0:
-                optimizer.zero_grad()
-                model(torch.ones(2, 1000)).square().mean().backward()
-                optimizer.step()
+                learner.step(model, optimizer, torch.ones(2, 1000))
             size = 1 if i % 5 else 10**5
             total = hvd.allreduce(torch.full((size,), float(1 + rank)), op=hvd.Sum)
             sums.append(total[0].item())
