@@ -14,7 +14,6 @@ from tests.mpi.test_optimizer import (
     PROGRAMS,
     SIZE,
     Facts,
-    by_case,
     launch,
     like_horovod,
     require_trained,
@@ -29,7 +28,7 @@ CASES = ("AdamW", "closure", "accumulate", "dynamic", "groups", "sparse", "scale
 
 @functools.cache
 def trained() -> dict[str, list[Facts]]:
-    return by_case(launch(4, "same_inside.py", *CASES, **INNER, **{SIZE: "2"}))
+    return launch(4, "same_inside.py", *CASES, **INNER, **{SIZE: "2"}).by_case()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,7 +38,7 @@ def test_same_inside(name: str) -> None:
 
 @pytest.mark.extended
 def test_same_inside_in_every_case() -> None:
-    cases = by_case(launch(4, "same_inside.py", **INNER, **{SIZE: "2"}))
+    cases = launch(4, "same_inside.py", **INNER, **{SIZE: "2"}).by_case()
     assert len(cases) > 30
     for said in cases.values():
         require_trained(said, 4)
