@@ -191,7 +191,7 @@ $(STAMPS)/packages: requirements.txt requirements-dev.txt $(STAMPS)/torch.given 
 	@$(LOCK) $(PIP) install $(QUIET) -r requirements.txt -r requirements-dev.txt
 	@touch $@
 
-$(STAMPS)/horovod: hvd_adpsgd/tools/build_horovod.py $(STAMPS)/horovod.given $(STAMPS)/packages
+$(STAMPS)/horovod: hvd_adpsgd/tools/build_horovod.py $(wildcard hvd_adpsgd/tools/patches/*) $(STAMPS)/horovod.given $(STAMPS)/packages
 	@echo "== venv: Horovod for this torch and this MPI"
 	@$(LOCK) . $(STAMPS)/horovod.given; $(PY) hvd_adpsgd/tools/build_horovod.py
 	@touch $@

@@ -25,8 +25,6 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.tools.build_horovod import KEEPER
-
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "@learner "
 ON_DEVICES = ROOT / "tests" / "on_devices.py"
@@ -149,7 +147,9 @@ def run_learners(
             file = program
         python = [sys.executable]
         if kept:
-            python = ["sh", "-c", KEEPER, "learner", *python]
+            from horovod.runner.mpi_run import _OMPI5_KEEPER
+
+            python = [*_OMPI5_KEEPER, *python]
         elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
             name = server(*_at_imports(imports, env))
             python = [*python, "-I", "-S", str(QUICK / "client.py"), name]

@@ -42,7 +42,7 @@ __all__ = [
 log = logging.getLogger("hvd_adpsgd")
 
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
-SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/build_horovod.py
+SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/patches/launchers.patch
 _PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two polls of a store; the long one after a second
 _LAST_S = 5.0  # longest wait of the store's process for other processes, after a failure
 _ATTEMPT_S = 10.0  # longest time of one attempt to reach a store

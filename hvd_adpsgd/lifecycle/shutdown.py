@@ -678,7 +678,7 @@ def _launcher() -> tuple[int, str] | None:
 def set_running(running: bool) -> None:
     """Record, for the shell above this process, whether an exit of this process now counts as a failure.
 
-    Our Horovod build starts learners below a shell (build_horovod.KEEPER); without it, this does nothing.
+    Our Horovod starts learners below a shell (tools/patches/launchers.patch); without it, this does nothing.
     """
     name = os.environ.get("ADPSGD_LEARNER")
     if not name:

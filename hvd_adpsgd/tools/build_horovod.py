@@ -3,10 +3,10 @@
     python hvd_adpsgd/tools/build_horovod.py  before hvd_adpsgd is installed
     python -m hvd_adpsgd build-horovod        after hvd_adpsgd is installed
 
-Horovod's last release exists as source only, and needs changes to compile and to run today: see
-`CHANGES`. A finished wheel stays in the user's cache folder, under a key of everything the wheel depends
-on, so that its installation into the next environment takes seconds. This file imports the standard
-library only, because it runs before the package and its dependencies are installed.
+Horovod's last release exists as source only, and needs changes to compile and to run today: those of
+patches/*.patch, each with its reasons. A finished wheel stays in the user's cache folder, under a key of
+everything the wheel depends on, so that its installation into the next environment takes seconds. This file
+imports the standard library only, because it runs before the package and its dependencies are installed.
 
 For a build with GPUs set the variables that Horovod documents (HOROVOD_GPU_OPERATIONS=NCCL,
 HOROVOD_CUDA_HOME, ...): they are passed on to Horovod's setup.py.
@@ -37,11 +37,13 @@ VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
+PATCHES = Path(__file__).with_name("patches")
+
 # Free space required for a build in the temporary folder, and for its wheel in the cache folder (a CPU build
-# was measured to take 0.3 GB and 20 MB).
+# was measured to take 0.1 GB and 2 MB).
 BUILD_BYTES = 1 << 30
 CACHE_BYTES = 200 << 20
-# Memory of one compiler process (with g++ 12, mpi_ops_v2.cc takes 2.4 GB, other files less).
+# Memory of one compiler process (with g++ 12, 1.8 GB at most).
 COMPILER_BYTES = 2 << 30
 
 # Packages that Horovod's setup.py imports; pip does not install them, as it runs without build isolation.
@@ -61,261 +63,6 @@ PASSED_ON = ("HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_NCCL_", "HOROVOD_ROCM_", "
 class BuildError(Exception):
     """Raised if Horovod cannot be built in this environment; the message gives the cause and the cure."""
 
-
-class Change(NamedTuple):
-    """One replacement in Horovod's sources; `before` must occur exactly once in the file `path`."""
-
-    path: str
-    before: str
-    after: str
-
-
-# Under Open MPI 5 each learner runs below a shell. If the learner exits before hvd.shutdown() (os._exit,
-# exit() in a library), the shell ends by a signal, because the launcher reports a signal to surviving
-# processes, but not an exit status. After hvd.shutdown(), and for other programs, the shell passes the
-# status on (128 + n for signal n). The file named by ADPSGD_LEARNER holds a byte from hvd.init() until the
-# learner has left; see lifecycle/shutdown.py. The file has no name in any folder, so it vanishes if the
-# launcher kills shell and learner. If the file cannot be created, ADPSGD_LEARNER is empty. The launcher
-# signals both processes; the shell ignores SIGTERM, SIGUSR1 and SIGUSR2, which are for the learner.
-KEEPER = (
-    'trap : TERM USR1 USR2; l=; f="${TMPDIR:-/tmp}/hvd_adpsgd.learner.$$"; rm -f "$f"; '
-    '(set -C; : >"$f") 2>/dev/null && exec 9>"$f" && rm -f "$f" && l=/proc/$$/fd/9; '
-    'ADPSGD_LEARNER="$l" "$@"; s=$?; '
-    '[ -s "$l" ] || { [ $s -gt 128 ] && [ $s -lt 160 ]; } || exit $s; kill -9 $$'
-)
-
-# Open MPI's heartbeats detect a host that vanishes without closing its connections (power failure, unplugged
-# cable). They are enabled only when hvd.init() starts MPI (launch/communicators.py): with heartbeats between
-# hosts MPI_Finalize does not return, so plain Horovod and mpi4py would wait in it without bound.
-# Open MPI's launcher ends the whole job when its own TCP keepalive fails, after 8 minutes; 0 disables that.
-SILENCE = {
-    "OMPI_MCA_mpi_ft_detector_thread": "1",  # also while a learner calls no MPI
-    "OMPI_MCA_mpi_ft_detector_period": "5",
-    "OMPI_MCA_mpi_ft_detector_timeout": "30",
-    "PRTE_MCA_oob_tcp_keepalive_time": "0",
-}
-
-FAILED_STATUS = 75  # exit status of a job with a failed super learner, as in lifecycle/shutdown.py
-# Scope and key at the rendezvous server, as in launch/rendezvous.py.
-SCOPE, BEGUN = "hvd_adpsgd", "begun"
-# Variable and default of the option failure_timeout_s, as in config.py.
-FAILURE_TIMEOUT, FAILURE_TIMEOUT_S = "HVD_ADPSGD_FAILURE_TIMEOUT_S", 60.0
-
-CHANGES = (
-    # torch >= 2.1 needs C++17, to which Horovod's repository changed after release 0.28.1. The run path
-    # lets a cached wheel find the libmpi and the torch of the environment it is installed in
-    # (site-packages/horovod/torch -> lib, -> site-packages/torch/lib).
-    Change(
-        "CMakeLists.txt",
-        "set(CMAKE_CXX_STANDARD 14)\n",
-        "set(CMAKE_CXX_STANDARD 17)\n"
-        'set(CMAKE_BUILD_RPATH "$ORIGIN/../../../..;$ORIGIN/../../torch/lib")\n',
-    ),
-    Change(
-        "horovod/torch/CMakeLists.txt",
-        "    set(CMAKE_CXX_STANDARD 14)\n",
-        "    set(CMAKE_CXX_STANDARD 17)\n",
-    ),
-    # With GCC 13 and newer, <stdexcept> must be included: other headers no longer include it.
-    Change(
-        "horovod/common/group_table.h",
-        "#include <queue>\n",
-        "#include <queue>\n#include <string>\n",
-    ),
-    Change(
-        "horovod/common/common.h",
-        "#include <string>\n",
-        "#include <stdexcept>\n#include <string>\n",
-    ),
-    # Open MPI 5 rejects options with a single dash and counts cores as slots; ULFM, with
-    # which surviving learners train on after a failure, is on only with the option --with-ft ulfm.
-    Change(
-        "horovod/runner/mpi_run.py",
-        "import copy\nimport os\nimport sys\n",
-        "import copy\nimport os\nimport re\nimport sys\n",
-    ),
-    Change(
-        "horovod/runner/mpi_run.py",
-        "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n",
-        "_OMPI_FLAGS = ['-mca pml ob1', '-mca btl ^openib']\n"
-        "# Open MPI 5 and newer; its ofi, for one-sided operations only, sleeps a second in MPI_Init\n"
-        "_OMPI5_FLAGS = ['-mca pml ob1', '-mca btl ^openib,ofi', '--with-ft ulfm']\n"
-        "_OMPI5_BINDING_ARGS = ['--bind-to none', '--map-by slot:OVERSUBSCRIBE']\n"
-        "# a shell around each process: the launcher reports a process that exits early to the other ranks\n"
-        f"_OMPI5_KEEPER = ['sh', '-c', {KEEPER!r}, 'learner']\n"
-        "# several hosts: after this silence a host has failed, and the launcher does not end the job\n"
-        f"_OMPI5_SILENCE = {SILENCE!r}\n",
-    ),
-    Change(
-        "horovod/runner/mpi_run.py",
-        "    # if user does not specify any hosts, mpirun by default uses local host.\n",
-        "    if mpi == _OMPI_IMPL and len(set(host_names or ())) > 1 and _open_mpi_major(env) >= 5:\n"
-        "        ours = {name: os.environ.get(name, value) for name, value in _OMPI5_SILENCE.items()}\n"
-        "        env = {**ours, **env}\n"
-        "    # if user does not specify any hosts, mpirun by default uses local host.\n",
-    ),
-    Change(
-        "horovod/runner/mpi_run.py",
-        "                command=' '.join(quote(par) for par in command))\n",
-        "                command=' '.join(quote(par) for par in _kept(command, mpi, env)))\n",
-    ),
-    Change(
-        "horovod/runner/mpi_run.py",
-        "def _get_mpi_implementation_flags(tcp_flag, env=None):\n    if is_open_mpi(env):\n",
-        "def _open_mpi_major(env=None):\n"
-        '    """Major version of Open MPI, from `mpirun --version`; 4 when it does not say."""\n'
-        "    output, _ = tiny_shell_exec.execute('mpirun --version', env) or ('', 1)\n"
-        "    version = re.search(r'(?:Open MPI|OpenRTE)\\)? v?(\\d+)\\.', output)\n"
-        "    return int(version.group(1)) if version else 4\n"
-        "\n\n"
-        "def _kept(command, mpi, env=None):\n"
-        '    """The command of one process, in that shell under Open MPI 5 and newer."""\n'
-        "    kept = mpi == _OMPI_IMPL and _open_mpi_major(env) >= 5\n"
-        "    return _OMPI5_KEEPER + list(command) if kept else command\n"
-        "\n\n"
-        "def _get_mpi_implementation_flags(tcp_flag, env=None):\n"
-        "    if is_open_mpi(env):\n"
-        "        if _open_mpi_major(env) >= 5:\n"
-        "            return list(_OMPI5_FLAGS), list(_OMPI5_BINDING_ARGS), _OMPI_IMPL\n",
-    ),
-    # If a rank fails in one of these two calls, Horovod's coordinator ignores the error, reads lengths and
-    # messages that never came, and crashes. Other ranks check the result, and raise HorovodInternalError.
-    Change(
-        "horovod/common/mpi/mpi_controller.cc",
-        "  MPI_Gather(MPI_IN_PLACE, 1, MPI_INT, recvcounts, 1, MPI_INT, RANK_ZERO,\n"
-        "             mpi_ctx_.mpi_comm);\n",
-        "  if (MPI_Gather(MPI_IN_PLACE, 1, MPI_INT, recvcounts, 1, MPI_INT, RANK_ZERO,\n"
-        "                 mpi_ctx_.mpi_comm) != MPI_SUCCESS) {\n"
-        '    throw std::runtime_error("MPI_Gather failed, see MPI output for details.");\n'
-        "  }\n",
-    ),
-    Change(
-        "horovod/common/mpi/mpi_controller.cc",
-        "  MPI_Gatherv(nullptr, 0, MPI_BYTE, buffer, recvcounts, displcmnts, MPI_BYTE,\n"
-        "              RANK_ZERO, mpi_ctx_.mpi_comm);\n",
-        "  if (MPI_Gatherv(nullptr, 0, MPI_BYTE, buffer, recvcounts, displcmnts, MPI_BYTE,\n"
-        "                  RANK_ZERO, mpi_ctx_.mpi_comm) != MPI_SUCCESS) {\n"
-        '    throw std::runtime_error("MPI_Gatherv failed, see MPI output for details.");\n'
-        "  }\n",
-    ),
-    # When a process fails, a thread of Open MPI walks all communicators. If another thread frees one of them
-    # meanwhile, the process ends by SIGSEGV (5.0.11). So the background loop leaves its
-    # communicators to MPI_Finalize when it ends, at shutdown or by an error.
-    Change(
-        "horovod/common/mpi/mpi_context.h",
-        "  // Flag indicating whether mpi is enabled.\n",
-        "  // Communicators are not freed: the background loop ends.\n"
-        "  inline static bool keeps_communicators = false;\n"
-        "\n"
-        "  // Flag indicating whether mpi is enabled.\n",
-    ),
-    Change(
-        "horovod/common/mpi/mpi_context.cc",
-        "void MPIContext::FinalizeWithoutEnv() {\n   if (!enabled_) {\n",
-        "void MPIContext::FinalizeWithoutEnv() {\n   if (!enabled_ || keeps_communicators) {\n",
-    ),
-    Change(
-        "horovod/common/operations.cc",
-        "  // Initialize mpi context\n",
-        "  MPIContext::keeps_communicators = false;\n  // Initialize mpi context\n",
-    ),
-    Change(
-        "horovod/common/operations.cc",
-        "  // Signal that shutdown has been requested.\n  state.shut_down = true;\n",
-        "  // Signal that shutdown has been requested.\n"
-        "  state.shut_down = true;\n"
-        "#if HAVE_MPI\n"
-        "  MPIContext::keeps_communicators = true;\n"
-        "#endif\n",
-    ),
-    # Schedulers signal the process that they started: it must be mpirun, not a shell that waits for mpirun.
-    Change(
-        "horovod/runner/mpi_run.py",
-        "['/bin/sh', '-c', mpirun_command]",
-        "['/bin/sh', '-c', 'exec ' + mpirun_command]",
-    ),
-    # With Gloo a process that fails makes horovodrun end all others. Not so once this library's learners have
-    # begun (a key at the rendezvous server); then horovodrun passes on the status that shows the failure.
-    Change(
-        "horovod/runner/gloo_run.py",
-        "from horovod.runner.util.remote import get_remote_command\n",
-        "from horovod.runner.util.remote import get_remote_command\n"
-        "\n"
-        "_servers = []  # the rendezvous server of the job\n"
-        "\n\n"
-        "def _others_train_on():\n"
-        '    """Whether the job goes on without a process that failed."""\n'
-        f"    return any(s._httpd.cache.get({SCOPE!r}, {{}}).get({BEGUN!r}) for s in _servers)\n",
-    ),
-    Change(
-        "horovod/runner/gloo_run.py",
-        "    rendezvous = RendezvousServer(settings.verbose)\n\n    # allocate processes into slots\n",
-        "    rendezvous = RendezvousServer(settings.verbose)\n"
-        "    _servers.append(rendezvous)\n"
-        "\n    # allocate processes into slots\n",
-    ),
-    Change(
-        "horovod/runner/gloo_run.py",
-        "        if exit_code != 0 and terminate_all_event:\n",
-        "        if exit_code != 0 and terminate_all_event and not _others_train_on():\n",
-    ),
-    Change(
-        "horovod/runner/gloo_run.py",
-        "    for name, value in sorted(res.items(), key=lambda item: item[1][1]):\n",
-        f"    if any(exit_code == {FAILED_STATUS} for exit_code, _ in res.values()):\n"
-        f"        sys.exit({FAILED_STATUS})\n"
-        "    for name, value in sorted(res.items(), key=lambda item: item[1][1]):\n",
-    ),
-    # A host without power closes no connection, and ssh would wait for that host without bound. With these
-    # options ssh ends after the silence after which learners declare the host failed.
-    Change(
-        "horovod/runner/util/remote.py",
-        "from horovod.runner.common.util import env as env_util\n"
-        "\n"
-        "SSH_COMMAND_PREFIX = 'ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no'\n",
-        "import os\n"
-        "\n"
-        "from horovod.runner.common.util import env as env_util\n"
-        "\n"
-        f"_said = os.environ.get({FAILURE_TIMEOUT!r}, '')\n"
-        f"_SILENCE_S = float(_said) if _said.replace('.', '', 1).isdigit() else {FAILURE_TIMEOUT_S}\n"
-        "_KEPT_ALIVE = f'-o ServerAliveCountMax=3 -o ServerAliveInterval={max(1, round(_SILENCE_S / 4))}'\n"
-        "SSH_COMMAND_PREFIX = (\n"
-        "    f'ssh -o PasswordAuthentication=no -o StrictHostKeyChecking=no {_KEPT_ALIVE}')\n",
-    ),
-)
-
-# Changes made in every build, but part of the cache key only of builds with CUDA. CUDA 13's headers need
-# C++17, which nvcc supports since CUDA 11. Horovod's copy of CMake's FindCUDAToolkit searches beside the nvcc
-# on PATH, which may be a script that calls another nvcc; CMake's own module, since CMake 3.17, asks nvcc.
-CUDA_CHANGES = (
-    Change(
-        "CMakeLists.txt",
-        '        "${PROJECT_SOURCE_DIR}/cmake/Modules/"\n'
-        '        "${PROJECT_SOURCE_DIR}/cmake/upstream/")\n',
-        '        "${PROJECT_SOURCE_DIR}/cmake/Modules/")\n'
-        "if(CMAKE_VERSION VERSION_LESS 3.17)\n"
-        '    list(APPEND CMAKE_MODULE_PATH "${PROJECT_SOURCE_DIR}/cmake/upstream/")\n'
-        "endif()\n",
-    ),
-    Change(
-        "horovod/common/ops/cuda/CMakeLists.txt",
-        "set(CMAKE_CUDA_STANDARD 11)\n",
-        "set(CMAKE_CUDA_STANDARD 17)\n",
-    ),
-    # Without NCCL Horovod's background thread copies to the GPU by an operation of torch, which throws for a
-    # parameter that requires a gradient: broadcast_parameters(named_parameters()) ended the process.
-    Change(
-        "horovod/torch/cuda_util.h",
-        "#define HOROVOD_TORCH_CUDA_UTIL_H\n",
-        "#define HOROVOD_TORCH_CUDA_UTIL_H\n\n#include <c10/core/GradMode.h>\n",
-    ),
-    Change(
-        "horovod/torch/cuda_util.h",
-        "  int restore_device_ = CPU_DEVICE_ID;\n",
-        "  c10::NoGradGuard no_grad_;\n  int restore_device_ = CPU_DEVICE_ID;\n",
-    ),
-)
 
 CXX17_PROGRAM = """\
 #include <optional>
@@ -342,12 +89,14 @@ class Machine(NamedTuple):
     cxx: str
     gpu: tuple[str, ...] = ()  # versions of CUDA and NCCL; empty for a build without GPUs
 
-    def key(self, changes: Sequence[Change] = CHANGES) -> str:
+    def key(self) -> str:
         """Return the name of this build in the cache; wheels of equal keys are interchangeable."""
-        relevant: tuple[object, ...] = (VERSION, SDIST_SHA256, tuple(changes), self[:6])
-        if self.gpu:
-            relevant += (CUDA_CHANGES, self.gpu)
+        relevant = (VERSION, SDIST_SHA256, patches(), self[:6], self.gpu)
         return hashlib.sha256(repr(relevant).encode()).hexdigest()[:12]
+
+
+def patches() -> tuple[str, ...]:
+    return tuple(path.read_text() for path in sorted(PATCHES.glob("*.patch")))
 
 
 def search_path() -> str:
@@ -413,9 +162,9 @@ def find_cmake() -> str:
     version = re.search(r"version (\d+)\.(\d+)", line or "")
     if not found or not version:
         raise BuildError(f"{asked} not found. {cure}")
-    if not (3, 13) <= (int(version[1]), int(version[2])) < (4, 0):
+    if not (3, 18) <= (int(version[1]), int(version[2])) < (4, 0):
         raise BuildError(
-            f"{found} is CMake {version[1]}.{version[2]}; Horovod {VERSION} needs 3.13 or newer, "
+            f"{found} is CMake {version[1]}.{version[2]}; Horovod {VERSION} needs 3.18 or newer, "
             f"but older than 4. {cure}"
         )
     return found
@@ -630,33 +379,38 @@ def last_error(output: str) -> str:
     return (errors or lines or ["no message."])[-1]
 
 
-def changed(text: str, change: Change) -> str:
-    """Return `text` with `change` applied.
+def patched(text: str, hunks: str, name: str) -> str:
+    """Return `text` with the hunks of one file of a unified diff applied, each exactly where it says.
 
     Raises:
-        BuildError: if `change.before` does not occur exactly once in `text`.
+        BuildError: if `text` is not what the diff was made from.
     """
-    found = text.count(change.before)
-    if found != 1:
-        expected = change.before.strip().splitlines()[-1].strip()
-        raise BuildError(
-            f"Horovod's {change.path} has {expected!r} {found} times, expected once: these are not "
-            f"the sources of {VERSION}, nothing was changed."
-        )
-    return text.replace(change.before, change.after)
+    lines = text.splitlines(keepends=True)
+    for start, body in reversed(re.findall(r"(?m)^@@ -(\d+).*\n((?:[-+ ].*\n)+)", hunks)):
+        change = body.splitlines(keepends=True)
+        before = [line[1:] for line in change if line[0] != "+"]
+        place = slice(int(start) - 1, int(start) - 1 + len(before))
+        if lines[place] != before:
+            raise BuildError(
+                f"Horovod's {name} is not that of {VERSION} from line {start} on, and cannot be patched. "
+                f"Move {SDIST} out of {cache_folder()}: it is downloaded again."
+            )
+        lines[place] = [line[1:] for line in change if line[0] != "-"]
+    return "".join(lines)
 
 
 def unpack(sdist: Path, scratch: Path) -> Path:
-    """Unpack Horovod's sources into `scratch` and apply all changes; return their folder."""
-    changes = CHANGES + CUDA_CHANGES
-    say(f"unpacking, {len(changes)} changes")
+    """Unpack Horovod's sources into `scratch` and apply all patches; return their folder."""
+    say("unpacking and patching")
     safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch, **safely)  # type: ignore[arg-type]
     source = scratch / f"horovod-{VERSION}"
-    for change in changes:
-        file = source / change.path
-        file.write_text(changed(file.read_text(), change))
+    for patch in patches():
+        for part in re.split(r"(?m)^--- a/", patch)[1:]:
+            name, _, hunks = part.split("\n", 2)
+            file = source / name
+            file.write_text(patched(file.read_text(), hunks, name))
     return source
 
 
@@ -768,7 +522,7 @@ def make_wheel(machine: Machine, cache: Path, jobs: int) -> Path:
         scratch = Path(scratch_name)
         check_cxx17(machine.cxx, scratch)
         source = unpack(fetch_sdist(cache, scratch), scratch)
-        say(f"compiling with {jobs} jobs: 2 to 10 minutes, log in {home / 'build.log'}")
+        say(f"compiling with {jobs} jobs: a minute or two, log in {home / 'build.log'}")
         start = time.monotonic()
         wheel = compile_wheel(source, build_environment(machine, cmake, jobs), home / "build.log")
         say(f"compiled in {time.monotonic() - start:.0f} s")

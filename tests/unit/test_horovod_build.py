@@ -1,4 +1,4 @@
-"""The Horovod builder without a build: changes, cache key, what it says when something lacks."""
+"""The Horovod builder without a build: patches, cache key, what it says when something lacks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from hvd_adpsgd.config import Config
+from hvd_adpsgd.launch.rendezvous import BEGUN, SCOPE
+from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from hvd_adpsgd.tools import build_horovod as hb
 
 MACHINE = hb.Machine(
@@ -51,12 +53,12 @@ def script(path: Path, body: str) -> Path:
     return path
 
 
-# --- changes -------------------------------------------------------------------------------------
+# --- patches -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """Horovod's real sources, changed. The archive is in the cache once Horovod was built."""
+    """Horovod's real sources, patched. The archive is in the cache once Horovod was built."""
     cache = hb.cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     scratch = tmp_path_factory.mktemp("horovod")
@@ -71,24 +73,26 @@ def test_sources_ask_for_cxx17_everywhere(sources):
     assert re.findall(r"CMAKE_CUDA_STANDARD (\d+)", cuda) == ["17"]
 
 
-def test_changes_are_refused_a_second_time(sources):
-    for change in hb.CHANGES + hb.CUDA_CHANGES:
-        # What only adds lines around a text leaves that text in place, and is told by its result.
-        text = (sources / change.path).read_text()
-        assert text.count(change.after) == 1
-        if change.before not in change.after:
-            with pytest.raises(hb.BuildError, match="0 times, expected once"):
-                hb.changed(text, change)
+def test_patches_refuse_other_sources(sources):
+    """Here those that are patched already; and a line more or less above a place."""
+    patch = (hb.PATCHES / "build.patch").read_text().split("--- a/CMakeLists.txt\n")[1]
+    with pytest.raises(hb.BuildError, match=r"Horovod's x is not that .* from line \d+ on"):
+        hb.patched((sources / "CMakeLists.txt").read_text(), patch.split("--- a/")[0], "x")
+    hunks = "@@ -2,2 +2,3 @@ above\n b\n-c\n+d\n+e\n@@ -5 +6,0 @@\n-f\n"
+    assert hb.patched("a\nb\nc\nx\nf\ng\n", hunks, "x") == "a\nb\nd\ne\nx\ng\n"
+    for other in ("", "b\nc\nx\nf\ng\n", "a\na\nb\nc\nx\nf\n", "a\nb\nC\nx\nf\n"):
+        with pytest.raises(hb.BuildError, match="cannot be patched"):
+            hb.patched(other, hunks, "x")
 
 
-@pytest.mark.parametrize(
-    "change", hb.CHANGES + hb.CUDA_CHANGES, ids=lambda c: f"{c.path}-{len(c.before)}"
-)
-def test_change_refuses_other_text(change):
-    assert hb.changed(f"a\n{change.before}b\n", change) == f"a\n{change.after}b\n"
-    for other in ("", "a\nb\n", change.before * 2, change.before.replace(" ", "  ")):
-        with pytest.raises(hb.BuildError, match=re.escape(change.path)):
-            hb.changed(other, change)
+def test_patches_and_package_agree(sources):
+    """On what crosses from one to the other."""
+    text = (sources / "horovod/runner/gloo_run.py").read_text()
+    assert f"cache.get({SCOPE!r}, {{}}).get({BEGUN!r})" in text
+    assert f"exit_code == {FAILED_STATUS} for" in text and f"sys.exit({FAILED_STATUS})" in text
+    silence = load_mpi_run(sources)._OMPI5_SILENCE
+    detector = "OMPI_MCA_mpi_ft_detector"  # which hvd.init() switches on
+    assert detector not in silence and silence[f"{detector}_thread"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -98,10 +102,10 @@ def test_ssh_gives_a_silent_host_up_when_learners_do(
     sources: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, interval_s: int
 ) -> None:
     """After four intervals; by default after that of the option."""
-    monkeypatch.delenv(hb.FAILURE_TIMEOUT, raising=False)
+    monkeypatch.delenv("HVD_ADPSGD_FAILURE_TIMEOUT_S", raising=False)
     if said is not None:
-        monkeypatch.setenv(hb.FAILURE_TIMEOUT, said)
-    assert Config().failure_timeout_s == hb.FAILURE_TIMEOUT_S == 4 * 15
+        monkeypatch.setenv("HVD_ADPSGD_FAILURE_TIMEOUT_S", said)
+    assert Config().failure_timeout_s == 4 * 15
     text = (sources / "horovod/runner/util/remote.py").read_text()
     names: dict[str, Any] = {}
     exec(compile(text, "remote.py", "exec"), names)
@@ -161,7 +165,7 @@ def test_learners_run_below_a_shell_under_open_mpi_5(sources, monkeypatch, says,
     mpi_run.mpi_run(settings, None, {}, ["python", "a b.py", "$HOME"])
     words = shlex.split(ran[0])
     assert words[-3:] == ["python", "a b.py", "$HOME"]
-    assert (words[-7:-3] == ["sh", "-c", hb.KEEPER, "learner"]) == kept
+    assert (words[-7:-3] == mpi_run._OMPI5_KEEPER) == kept
 
 
 @pytest.mark.parametrize(("status", "working", "expected"), [
@@ -170,7 +174,9 @@ def test_learners_run_below_a_shell_under_open_mpi_5(sources, monkeypatch, says,
     (-signal.SIGKILL, True, -signal.SIGKILL),
     (-signal.SIGKILL, False, -signal.SIGKILL), (255, False, 255),
 ])  # fmt: skip
-def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, working, expected):
+def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(
+    sources, tmp_path, status, working, expected
+):
     program = """if True:
         import os, sys
         from hvd_adpsgd.lifecycle import shutdown
@@ -182,7 +188,7 @@ def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, w
             shutdown.set_running(False)
         os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
     """
-    command = ["sh", "-c", hb.KEEPER, "learner", sys.executable, "-c", program]
+    command = [*load_mpi_run(sources)._OMPI5_KEEPER, sys.executable, "-c", program]
     environment = {
         **os.environ,
         "TMPDIR": str(tmp_path),
@@ -195,10 +201,10 @@ def test_keeper_ends_by_a_signal_if_the_learner_had_not_left(tmp_path, status, w
     assert list(tmp_path.iterdir()) == []
 
 
-def test_keeper_without_room_for_a_file_passes_the_status_on(tmp_path):
+def test_keeper_without_room_for_a_file_passes_the_status_on(sources, tmp_path):
     program = 'import os, sys; sys.exit(3 if os.environ["ADPSGD_LEARNER"] == "" else 4)'
     answer = subprocess.run(
-        ["sh", "-c", hb.KEEPER, "learner", sys.executable, "-c", program],
+        [*load_mpi_run(sources)._OMPI5_KEEPER, sys.executable, "-c", program],
         env={**os.environ, "TMPDIR": str(tmp_path / "missing")},
         capture_output=True,
     )
@@ -208,30 +214,20 @@ def test_keeper_without_room_for_a_file_passes_the_status_on(tmp_path):
 # --- key -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["torch", "mpi", "compiler", "python", "platform"])
+@pytest.mark.parametrize(
+    "name", ["torch", "mpi", "compiler", "python", "platform", "settings", "gpu"]
+)
 def test_key_changes_with(name):
     assert MACHINE._replace(**{name: "other"}).key() != MACHINE.key()
 
 
-def test_key_changes_with_settings_and_changes():
-    keys = {
-        MACHINE.key(),
-        MACHINE._replace(settings=(("HOROVOD_WITH_MPI", "0"),)).key(),
-        MACHINE.key(hb.CHANGES[:-1]),
-        MACHINE.key(hb.CHANGES[::-1]),
-    }
-    assert len(keys) == 4
-
-
-def test_key_of_a_build_for_gpus_changes_with_cuda_and_nccl(monkeypatch):
-    """Without GPUs a change to the CUDA sources is no reason to build anew."""
-    ours = MACHINE._replace(gpu=("release 12.4", "NCCL 2.21.5"))
-    others = [("release 13.0", "NCCL 2.21.5"), ("release 12.4", "NCCL 2.27.3"), ()]
-    keys = [machine.key() for machine in (ours, *(MACHINE._replace(gpu=gpu) for gpu in others))]
-    assert len(set(keys)) == 4
-    monkeypatch.setattr(hb, "CUDA_CHANGES", ())
-    assert ours.key() != keys[0]
-    assert MACHINE.key() == keys[-1]
+def test_key_changes_with_patches(monkeypatch, tmp_path):
+    keys = [MACHINE.key()]
+    monkeypatch.setattr(hb, "PATCHES", tmp_path)
+    for text in ("one", "another"):
+        (tmp_path / "a.patch").write_text(text)
+        keys.append(MACHINE.key())
+    assert len(set(keys)) == 3
 
 
 def test_cuda_and_nccl_are_found(tools, tmp_path):
@@ -323,25 +319,24 @@ def test_this_compiler_is_new_enough(tmp_path):
     hb.check_cxx17(hb.find_compiler(), tmp_path)
 
 
-@pytest.mark.parametrize(("version", "good"), [("3.12.4", 0), ("3.13.0", 1), ("3.31.10", 1)])
-def test_cmake_range(tools, version, good):
-    found = script(tools / "cmake", f"echo cmake version {version}")
-    if good:
-        assert hb.find_cmake() == str(found)
+@pytest.mark.parametrize(
+    ("says", "error"),
+    [
+        ("echo cmake version 3.17.4", r"CMake 3\.17; Horovod .* needs 3.18 or newer"),
+        ("echo cmake version 3.18.0", None),
+        ("echo cmake version 3.31.10", None),
+        ("echo cmake version 4.1.2", r"CMake 4\.1;.*older than 4"),
+        ("exit 1", "cmake not found.*pip install cmake==3"),
+        (None, "cmake not found.*pip install cmake==3"),
+    ],
+)
+def test_cmake_range(tools, says, error):
+    found = says and str(script(tools / "cmake", says))
+    if error is None:
+        assert hb.find_cmake() == found
     else:
-        with pytest.raises(hb.BuildError, match="3.13 or newer"):
+        with pytest.raises(hb.BuildError, match=error):
             hb.find_cmake()
-
-
-def test_says_cmake_is_missing_or_too_new(tools):
-    with pytest.raises(hb.BuildError, match="cmake not found.*pip install cmake==3"):
-        hb.find_cmake()
-    script(tools / "cmake", "echo cmake version 4.1.2")
-    with pytest.raises(hb.BuildError, match=r"CMake 4\.1;.*older than 4"):
-        hb.find_cmake()
-    script(tools / "cmake", "exit 1")
-    with pytest.raises(hb.BuildError, match="cmake not found"):
-        hb.find_cmake()
 
 
 def test_says_make_is_missing(tools):
@@ -407,7 +402,7 @@ def test_command_line_says_one_line_and_ends_with_1(tools, monkeypatch, tmp_path
 
 def test_runs_from_its_file_without_the_package(tmp_path):
     """Started by path its folder, with our torch/ in it, is first on sys.path."""
-    alone = tmp_path / "horovod_build.py"
+    alone = tmp_path / "build_horovod.py"
     shutil.copy(hb.__file__, alone)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")

@@ -11,8 +11,8 @@ import pytest
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import processes
-from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS, is_failure, status_of_job
-from hvd_adpsgd.tools import build_horovod, run
+from hvd_adpsgd.lifecycle.exit_status import is_failure, status_of_job
+from hvd_adpsgd.tools import run
 from hvd_adpsgd.tools.doctor.hosts import Host, read_hosts
 
 
@@ -37,11 +37,6 @@ def test_status_of_a_job(ends: list[int], status: int) -> None:
 def test_only_learners_that_have_failed_themselves_are_replaced() -> None:
     """Not one that has left after SIGTERM."""
     assert [is_failure(status) for status in (0, 75, 143, 1, 137)] == [False] * 3 + [True] * 2
-
-
-def test_the_build_of_horovod_knows_the_same_status() -> None:
-    """It cannot import it, as it runs before the package is installed."""
-    assert build_horovod.FAILED_STATUS == FAILED_STATUS
 
 
 @pytest.mark.parametrize(
