@@ -92,9 +92,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     else:
         ulfm, plain = yield from _examine_mpi(seconds)
         yield findings.judge_horovod(probes.ask(probes.HOROVOD, seconds, probes.UNSTARTED))
-    yield findings.judge_extension(
-        probes.ask_extension(seconds, inner != "torch"), probes.older_modules()
-    )
+    yield findings.judge_extension(probes.ask_extension(seconds, inner != "torch"))
     here = findings.Here(sys.executable, __version__, packages)
     reached = yield from _examine_machine(args, config, here)
     if args.quick:

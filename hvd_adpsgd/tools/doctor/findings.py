@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,19 +335,11 @@ def judge_torch_inside(answer: Mapping[str, Any]) -> Finding:
     return Finding(OK, what, f"torch {answer['torch']} averages gradients in super learners")
 
 
-def judge_extension(answer: Mapping[str, Any], older: Sequence[str] = ()) -> Finding:
-    """Check that the compiled modules load and are up to date.
-
-    Args:
-        answer: "modules", the names of those that load; or "error".
-        older: names of compiled modules that are older than their sources, in a checkout.
-    """
+def judge_extension(answer: Mapping[str, Any]) -> Finding:
+    """Check that the compiled modules load; `answer` holds "modules", their names, or "error"."""
     what = "extension"
     if "error" in answer:
         return Finding(FAIL, what, f"does not load: {answer['error']}", _COMPILE)
-    if older:
-        found = f"older than its sources: {', '.join(older)}"
-        return Finding(WARN, what, found, "Run make build.")
     return Finding(OK, what, f"loads ({', '.join(answer['modules'])})")
 
 

@@ -224,12 +224,9 @@ _OF_MPI = ("engine.wire_mpi", "launch.mpi_start")
 
 
 def compiled_modules() -> list[str]:
-    """Return the names of the compiled modules, each of which has a .pyi file."""
-    return sorted(_dotted(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.pyi"))
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts)
+    """Return the names of the modules that Python imports of the compiled ones: they have a .pyi file."""
+    stubs = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.pyi"))
+    return sorted(".".join(stub.parts) for stub in stubs)
 
 
 def ask_extension(seconds: float, has_mpi: bool = True) -> dict[str, Any]:
@@ -242,20 +239,6 @@ def ask_extension(seconds: float, has_mpi: bool = True) -> dict[str, Any]:
     names = [name for name in compiled_modules() if has_mpi or name not in _OF_MPI]
     imports = "".join(f"import hvd_adpsgd.{name}\n" for name in names)
     return ask(f"{imports}say(modules={names!r})", seconds)
-
-
-def older_modules(package: Path = PACKAGE) -> list[str]:
-    """Return the names of compiled modules that are older than their sources; [] outside a checkout."""
-    ext = package.parent / "ext"
-    older = []
-    for source in sorted((ext / package.name).rglob("*.pyx")):
-        module = source.relative_to(ext / package.name)
-        sources = [source, source.with_suffix(".pxd"), *(ext / "c").glob("*.[ch]")]
-        newest = max(path.stat().st_mtime for path in sources if path.exists())
-        built = [path.stat().st_mtime for path in package.glob(f"{module.with_suffix('')}.*.so")]
-        if built and max(built) < newest:
-            older.append(_dotted(module))
-    return older
 
 
 def package_version(name: str) -> str | None:
