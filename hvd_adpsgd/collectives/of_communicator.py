@@ -7,16 +7,14 @@ until the request completes; with a temporary array MPI reads or writes freed me
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
 import numpy as np
 
 from hvd_adpsgd.messaging.sockets import Communicator
+from hvd_adpsgd.polling import polls
 
 __all__ = ["allgather_object", "barrier", "wait"]
-
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-6, 1e-3
 
 
 def wait(request: Any, ends: float | None = None) -> bool:
@@ -29,13 +27,7 @@ def wait(request: Any, ends: float | None = None) -> bool:
     Returns:
         Whether the request is complete.
     """
-    pause = _SHORTEST_PAUSE_S
-    while not request.Test():
-        if ends is not None and time.monotonic() > ends:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return True
+    return any(request.Test() for _ in polls(ends))
 
 
 def barrier(comm: Any) -> None:

@@ -47,6 +47,7 @@ from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.engine.wire import SystemClock
 from hvd_adpsgd.engine.wire_tcp import TcpWire
 from hvd_adpsgd.errors import TopologyError, TransportError
+from hvd_adpsgd.polling import polls
 
 __all__ = ["Connections"]
 
@@ -489,13 +490,11 @@ class Connections:
         Messages whose connection has ended, and which are sent again, count as remaining. Call it after the
         engine's thread has ended.
         """
-        ends = time.monotonic() + _FLUSH_S
         if self._thread is not None:
-            self.wire.progress()  # makes the wire notice connections that have ended
-        while self._thread is not None and self.wire.unfinished and time.monotonic() < ends:
-            self.wire.progress()
-            time.sleep(1e-3)
-        if self._thread is not None:
+            for _ in polls(time.monotonic() + _FLUSH_S):
+                self.wire.progress()  # makes the wire notice connections that have ended, too
+                if not self.wire.unfinished:
+                    break
             self._closing.set()
             with contextlib.suppress(RuntimeError):  # its loop has just ended by an error
                 self._stop()

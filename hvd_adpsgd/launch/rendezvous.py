@@ -26,6 +26,7 @@ from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.deadline import Deadline
+from hvd_adpsgd.polling import polls
 
 __all__ = [
     "BEGUN",
@@ -43,7 +44,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 SCOPE, BEGUN = "hvd_adpsgd", "begun"  # at Horovod's server: see tools/patches/launchers.patch
-_PAUSE_S, _LONG_PAUSE_S = 0.01, 0.2  # between two polls of a store; the long one after a second
+_LONGEST_S = 0.2  # between two polls of a store
 _LAST_S = 5.0  # longest wait of the store's process for other processes, after a failure
 _ATTEMPT_S = 10.0  # longest time of one attempt to reach a store
 _AGAIN_S = 1.0  # longest pause between two attempts to reach a store
@@ -235,13 +236,13 @@ def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> Non
         deadline: the deadline, at which TimeoutError is raised.
         problem: a list, whose only element becomes the reason why the last attempt failed.
     """
-    began, warned, pause = time.monotonic(), False, _PAUSE_S
-    while True:
+    began, warned = time.monotonic(), False
+    for _ in polls(longest_s=_AGAIN_S):
         try:
             if place.serves:
                 socket.getaddrinfo(place.host, place.port)
                 return
-            seconds = max(_PAUSE_S, min(_ATTEMPT_S, deadline.left))
+            seconds = max(0.01, min(_ATTEMPT_S, deadline.left))
             with socket.create_connection((place.host, place.port), timeout=seconds):
                 return
         except socket.gaierror as error:
@@ -259,8 +260,6 @@ def _await_store(place: Place, deadline: Deadline, problem: list[object]) -> Non
                 problem[0],
                 deadline,
             )
-        time.sleep(pause)
-        pause = min(2 * pause, _AGAIN_S)
 
 
 def _first_line(error: Exception) -> str:
@@ -308,10 +307,9 @@ class StoreGather:
         place, ends = self._place, time.monotonic() + _LAST_S
         self._store.set(f"{self._attempt}.left.{place.rank}", "")
         came = [r for r in range(place.size) if self._store.has(f"{self._attempt}.0.{r}")]
-        while place.serves and time.monotonic() < ends:
-            if all(self._store.has(f"{self._attempt}.left.{rank}") for rank in came):
-                return
-            time.sleep(_LONG_PAUSE_S)
+        if place.serves:
+            keys = [f"{self._attempt}.left.{rank}" for rank in came]
+            any(all(map(self._store.has, keys)) for _ in polls(ends, _LONGEST_S))
 
     def _gathered(self, value: Any) -> list[Any]:
         call, place = f"{self._attempt}.{next(self._calls)}", self._place
@@ -366,11 +364,10 @@ class StoreGather:
     def _await(self, call: str, rank: int) -> bool:
         """Wait until process `rank` has stored its value of this call; return False at the deadline."""
         began, place = time.monotonic(), self._place
-        while not self._store.has(f"{call}.{rank}"):
-            waited = time.monotonic() - began
-            if self._deadline.left <= 0:
-                return False
-            if waited > _WARN_S and not self._has_warned:
+        for _ in polls(began + self._deadline.left, _LONGEST_S):
+            if self._store.has(f"{call}.{rank}"):
+                return True
+            if time.monotonic() - began > _WARN_S and not self._has_warned:
                 self._has_warned = True
                 log.warning(
                     "init(): %s waits for learners %s at %s. It gives up after %s.",
@@ -379,8 +376,7 @@ class StoreGather:
                     place.store,
                     self._deadline,
                 )
-            time.sleep(_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
-        return True
+        return False
 
     def _missing(self, call: str) -> list[int]:
         """Return the ranks of processes that have not stored their value of this call yet."""

@@ -23,6 +23,7 @@ from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.preemption import Departure
 from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.polling import polls
 
 __all__ = [
     "MOST_SUPER_LEARNERS",
@@ -234,9 +235,9 @@ class World:
         Args:
             seconds: longest wait; MPI takes a moment to detect a failed process.
         """
-        ends = time.monotonic() + seconds
-        while not (failed := failed_comm_ranks(self.inner)) and time.monotonic() < ends:
-            time.sleep(1e-3)
+        for _ in polls(time.monotonic() + seconds):
+            if failed := failed_comm_ranks(self.inner):
+                break
         return {self.groups[self.super_rank][inner_rank] for inner_rank in failed}
 
 

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.lifecycle import shutdown, signal_pipe, signals
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
+from hvd_adpsgd.polling import polls
 
 __all__ = ["Departure", "block_if_leaving", "unwatch", "watch"]
 
@@ -127,8 +128,7 @@ class Departure:
         if self._is_leader:
             time.sleep(SPREAD_S)
             self.has_said()
-        while not self._flags[_SAID] and time.monotonic() < ends:
-            time.sleep(5e-3)
+        any(self._flags[_SAID] for _ in polls(ends))
         _end(FAILED_STATUS if self._ends_last(LAST_S) else 0)
 
     def _act(self) -> None:

@@ -48,6 +48,7 @@ from hvd_adpsgd.messaging.attempt import gather_once
 from hvd_adpsgd.messaging.messages import Messages
 from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
+from hvd_adpsgd.polling import polls
 
 __all__ = [
     "ExitState",
@@ -66,7 +67,7 @@ __all__ = [
 log = logging.getLogger("hvd_adpsgd")
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit
-_LOOK_S = 5e-3  # time between polls for learners that have exited
+_LONGEST_S = 5e-3  # between polls for learners that have exited, which move messages
 _RECEIVE_S = 0.02  # time between two polls for messages that are received only to be dropped
 _FLUSH_S = 0.5  # longest wait until an ending process's last messages are sent
 _LAUNCHERS = ("prterun", "mpirun")
@@ -271,9 +272,7 @@ class Teardown:
         ends, barrier, last = time.monotonic() + seconds, self._barrier, None
         # raised if shutdown() has freed the barrier's communicator; other learners then still run
         with contextlib.suppress(*mpi_exceptions()):
-            while last is None and time.monotonic() < ends:
-                time.sleep(_LOOK_S)
-                last = _is_last(barrier.rank, barrier.ranks, barrier.ended(), ())
+            last = _await_others(barrier, ends)
         return bool(last)
 
     def _note_dead(self, left: Callable[[], Collection[int]]) -> None:
@@ -310,13 +309,12 @@ class Teardown:
         Waits up to _FLUSH_S until each learner in `agreed` is one of these: others have seen it exit, and its
         message that it leaves may still be on its way to this learner.
         """
-        ends = time.monotonic() + _FLUSH_S
-        while True:
+        for _ in polls(time.monotonic() + _FLUSH_S, _LONGEST_S):
             ended = self._barrier.ended()
             gone = set(left())  # after `ended`: a learner says that it leaves, then exits
-            if agreed <= ended | gone or time.monotonic() > ends:
-                return ended, gone
-            time.sleep(_LOOK_S)
+            if agreed <= ended | gone:
+                break
+        return ended, gone
 
     def free_all(self, comms: Sequence[Any], seconds: float) -> None:
         """Free the communicators; called after the barrier, until which learners may use them."""
@@ -605,10 +603,7 @@ def _ends_last() -> bool:
     ends = exit_state.ends
     if exit_state.has_failures and not fails:
         ends = time.monotonic() + _LAST_S
-    while (last := _is_last(barrier.rank, barrier.ranks, barrier.ended(), passed_over)) is None:
-        if time.monotonic() > ends:
-            break
-        time.sleep(_LOOK_S)
+    last = _await_others(barrier, ends, passed_over)
     if last is None and exit_state.has_failures and not fails:
         log.warning(
             "learners %s have not ended %g s after this one: the status of the job may not tell that "
@@ -618,6 +613,17 @@ def _ends_last() -> bool:
             f"learners {list(exit_state.failed)}" if exit_state.failed else "a learner",
         )
     return bool(last)
+
+
+def _await_others(
+    barrier: ShutdownBarrier, ends: float, passed_over: Sequence[int] = ()
+) -> bool | None:
+    """Return what `_is_last` does once that is decided; None if it is not before `ends`."""
+    decided = (
+        _is_last(barrier.rank, barrier.ranks, barrier.ended(), passed_over)
+        for _ in polls(ends, _LONGEST_S)
+    )
+    return next((last for last in decided if last is not None), None)
 
 
 def _is_last(

@@ -34,7 +34,7 @@ Combine = Callable[[Sequence[_Array], _Array], object]
 
 BLOCK = 2**19  # bytes of each learner's array that are combined in one step
 _HEAD = 64  # bytes before the blocks, which contain the count of the barrier
-_FIRST_LOOK_S, _LAST_LOOK_S = 2e-3, 2e-2  # shortest and longest time between polls at a barrier
+_LONGEST_S = 2e-2  # between two looks for failures at a barrier, which wakes this learner
 
 
 class Waiting(Protocol):
@@ -70,10 +70,8 @@ class HostMemory:
         """Wait at the barrier until all learners of the host have called this."""
         self._target = (self._target + self.size) % 2**32
         arrive(self._count, self._target)
-        pause = _FIRST_LOOK_S
-        while not await_count(self._count, self._target, pause):
+        while not await_count(self._count, self._target, _LONGEST_S):
             waiting.look()
-            pause = min(2 * pause, _LAST_LOOK_S)
 
     # ---- collectives --------------------------------------------------------------------------
 

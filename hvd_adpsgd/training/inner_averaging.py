@@ -8,7 +8,6 @@ gradient is missing then (unused parameters, several backward passes), synchroni
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
+from hvd_adpsgd.polling import polls
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.gradients import Gradients
 from hvd_adpsgd.training.presence import live
@@ -33,7 +33,6 @@ __all__ = ["AveragingReducer", "gradients_of", "is_compared", "refuse_different"
 
 # in the first steps, and then in each of so many, learners compare gradients that the script averages
 _COMPARED_FIRST, _COMPARED_EVERY = 4, 64
-_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3  # between two looks at whether a GPU has averaged gradients
 
 
 class AveragingReducer(Reducer):
@@ -300,13 +299,13 @@ def _await_devices(param_groups: list[dict[str, Any]], inner: SuperLearner) -> N
     """
     parameters = (p for group in param_groups for p in group["params"])
     for device in {p.device for p in parameters if p.is_cuda}:
-        averaged, pause = torch.cuda.current_stream(device).record_event(), _SHORTEST_S
-        while not averaged.query():
+        averaged = torch.cuda.current_stream(device).record_event()
+        for _ in polls():
+            if averaged.query():
+                break
             if inner.has_failed():  # the operation would not end, nor what waits for the GPU
                 abort_group(inner.world)
                 inner.require_alive()
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_S)
     if has_aborted(inner.world):
         raise horovod.HorovodInternalError("a learner has ended, or an operation has failed")
 

@@ -6,7 +6,6 @@ all learners of the super learner.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
+from hvd_adpsgd.polling import polls
 
 __all__ = ["Mates"]
 
@@ -24,8 +24,6 @@ COLUMNS = (
     ("refused", "i8", 2),
 )
 _CLOSES, _ENDS = 1, 2
-# seconds between two polls; Horovod's own cycle is 1 ms
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 1e-3
 
 
 class Mates:
@@ -189,8 +187,7 @@ class Mates:
             its optimizer.
         """
         others = list(others)
-        pause = _SHORTEST_PAUSE_S
-        while True:
+        for _ in polls():
             # read `elsewhere` before `late`: in the other order, a learner that submits and averages this set
             # between the two reads would count both as late and as ahead
             elsewhere = self._elsewhere(others)
@@ -200,8 +197,7 @@ class Mates:
                 return True
             if (elsewhere & late).any() or self.have_closed(np.flatnonzero(late).tolist()):
                 return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+        raise AssertionError("polls() has no end")
 
     def _elsewhere(self, others: Iterable[Mates]) -> NDArray[np.bool_]:
         """Return, by inner rank, whether a learner is ahead of this one in operations or other optimizers."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection
 
 from hvd_adpsgd.collectives.collectives import Made
 from hvd_adpsgd.errors import CollectiveMismatchError
+from hvd_adpsgd.polling import polls
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods
 
 __all__ = ["StepOrder"]
 
 # Seconds in a wait for a mate (learner of the same super learner): until the first check whether the mate
 # waits in an operation, between two such checks, and between two polls of the mate's counter.
-_LATE_S, _AGAIN_S, _PAUSE_S = 1.0, 0.1, 1e-3
+_LATE_S, _AGAIN_S = 1.0, 0.1
 
 
 class StepOrder:
@@ -76,12 +77,13 @@ class StepOrder:
         """
         mates, look = self._super_learner.mates, time.monotonic() + _LATE_S
         try:
-            while (late := mates.late()) and not are_averaged():
+            for _ in polls():
+                if not (late := mates.late()) or are_averaged():
+                    break
                 self.waits = True
                 if time.monotonic() > look:
                     self._require_mates(late)
                     look = time.monotonic() + _AGAIN_S
-                time.sleep(_PAUSE_S)
         except ValueError:  # Horovod was shut down
             self._super_learner.require_whole()
             raise
