@@ -32,7 +32,7 @@ from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS, World
 from hvd_adpsgd.torch.arrival import arrive
 from hvd_adpsgd.torch.change_over import DOING, drop, prepare, switch
 from hvd_adpsgd.torch.meeting import have_met, meets, waits_anyway
-from hvd_adpsgd.torch.membership import on_failure, tell_membership
+from hvd_adpsgd.torch.membership import tell_membership
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms
@@ -131,7 +131,7 @@ def admit(
         return state
     with (
         counted(DOING),
-        on_failure("continue"),
+        world.collectives.instead("continue"),
         held(world, DOING, by_job=True, known=optimizers) as averagings,
     ):
         packed, problem = _packed(state)

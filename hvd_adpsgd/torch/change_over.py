@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from hvd_adpsgd.engine.admission import MOVE_S
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.joining import reconnect
 from hvd_adpsgd.joining.candidates import JoinOffer
 from hvd_adpsgd.joining.reconnect import Gather, NewGroup
-from hvd_adpsgd.launch.world import World
+from hvd_adpsgd.launch.world import World, names_of
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.training.presence import live, renumber
 
@@ -31,9 +32,12 @@ def prepare(
     """Make new connections and engines; None if that fails here, after as many gathers as on all learners."""
     new_group, engines = None, []
     try:
+        names = names_of(offer.groups, offer.placements)
         new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
         for averaging in live():
-            engines.append(averaging.engines.for_new_group(offer, new_group))
+            engines.append(
+                averaging.engines.for_new_group(names, new_group.comms, new_group.members)
+            )
     except AdpsgdError as error:
         log.info("a joining super learner could not be connected: %s", error)
         for engine in engines:
@@ -69,7 +73,7 @@ def switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
     old = exit_state.hub
     grown = new_group.adopt(world)
     for averaging, engine in zip(live(), engines, strict=True):
-        averaging.move_to(grown, engine)
+        averaging.move_to(grown, engine, MOVE_S)
     renumber()
     grown.collectives.gather(DOING, None)
     new_group.end_by(None)

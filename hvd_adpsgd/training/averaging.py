@@ -132,9 +132,9 @@ class Averaging:
         waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
         return self.tensors.are_staged and not waits
 
-    def move_to(self, world: World, engine: Engine) -> None:
+    def move_to(self, world: World, engine: Engine, within_s: float) -> None:
         """Use `world` and `engine` from now on: a super learner has joined, and averaging pauses."""
-        self.engines.replace(engine)
+        self.engines.replace(engine, within_s)
         self.world = self.tensors.world = self.super_learner.world = world
         engine.memory.inner = self.engines.holders(world.inner)
         self.super_learner.mates.regains_quorum()

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adpsgd.config import Config
-from hvd_adpsgd.engine.admission import MOVE_S
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.joining.candidates import JoinOffer
-from hvd_adpsgd.joining.reconnect import NewGroup
-from hvd_adpsgd.launch.world import World, names_of
+from hvd_adpsgd.launch.world import Communicators, World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.parameters import AveragingSpec
@@ -74,18 +71,20 @@ class Engines:
             None if world.collectives.joining else gather,
         )
 
-    def for_new_group(self, offer: JoinOffer, new_group: NewGroup) -> Engine:
+    def for_new_group(
+        self, names: Sequence[str], comms: Communicators, members: Sequence[int]
+    ) -> Engine:
         """Make an engine for the job that includes a joining super learner, in the paused engine's memory.
 
         Args:
-            offer: description of the job that includes the joining super learner.
-            new_group: new communicators of that job's learners.
+            names: of that job's super learners.
+            comms: new communicators of that job's learners.
+            members: super_ranks of the super learners in comms.outer, by rank there.
         """
-        names, comms = names_of(offer.groups, offer.placements), new_group.comms
         outer = comms.outer if self._has_shard else None
         memory = self._ahead or self.current.memory
         inner = self.holders(comms.inner)
-        return self._make(names, inner, outer, new_group.members, None, memory, wire="tcp")
+        return self._make(names, inner, outer, members, None, memory, wire="tcp")
 
     def holders(self, inner: Any) -> Any:
         """Return the communicator of the learners that hold the same tensors, of a super learner's `inner`.
@@ -107,11 +106,14 @@ class Engines:
         for specs in self._tensors.specs:
             self._ahead.extend(specs)
 
-    def replace(self, engine: Engine) -> None:
-        """Replace the current engine by `engine`, in a pause between steps. Its counters start at 0."""
+    def replace(self, engine: Engine, within_s: float) -> None:
+        """Replace the current engine by `engine`, in a pause between steps. Its counters start at 0.
+
+        `within_s`: longest time in which the current one ends.
+        """
         old = self.current
         # stop before `events`, which would miss events that the thread adds later; `release` frees the events
-        old.stop(within_s=MOVE_S)
+        old.stop(within_s=within_s)
         self._record.events(old)
         self._tensors.release()
         old.release(keeps_memory=old.memory is engine.memory)

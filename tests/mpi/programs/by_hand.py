@@ -29,7 +29,7 @@ class ByHand:
         for specs in averaging.tensors.specs:
             self.engine.memory.extend(specs)
         self.engine.start()
-        averaging.engines.replace(self.engine)
+        averaging.engines.replace(self.engine, 0.5)
         self._comm, self._finished = world.outer, 0
 
     def exchange(self, asker: int, asked: int) -> None:
