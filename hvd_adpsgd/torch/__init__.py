@@ -15,6 +15,8 @@ require_torch_and_horovod()
 # ruff: noqa: E402
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.inner.horovod import compression, mpi_lib_v2, sync_batch_norm
+from hvd_adpsgd.joining.admission import admit, listener
+from hvd_adpsgd.joining.callbacks import on_membership_change
 from hvd_adpsgd.optim import natural_gradient as natural
 from hvd_adpsgd.optim.lr_schedulers import Newbob, WarmupAnneal
 from hvd_adpsgd.optim.natural_gradient import NaturalGradientSGD
@@ -33,7 +35,6 @@ from hvd_adpsgd.strategies import (
     SynchronousGossip,
 )
 from hvd_adpsgd.torch import elastic, functions, mpi_ops
-from hvd_adpsgd.torch.admission import admit, listener
 from hvd_adpsgd.torch.asynchronous import (
     allgather_async,
     allreduce_async,
@@ -118,7 +119,6 @@ from hvd_adpsgd.torch.membership import (
     failed_ranks,
     is_coordinator,
     on_failure,
-    on_membership_change,
 )
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.training.model_average import average_model, averaged, consensus_distance

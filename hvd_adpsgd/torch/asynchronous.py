@@ -27,8 +27,8 @@ from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
 from hvd_adpsgd.torch.collectives.calls import require_tensors
 from hvd_adpsgd.torch.collectives.gathers import gather
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
-from hvd_adpsgd.torch.inside import told
 from hvd_adpsgd.training.devices import Stream, device_of
+from hvd_adpsgd.training.inside import told
 
 __all__ = [
     "allgather_async",

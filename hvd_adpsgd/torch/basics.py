@@ -8,11 +8,10 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import AlreadyInitializedError, InnerOnlyError
 from hvd_adpsgd.inner import backend, horovod
 from hvd_adpsgd.inner.over_torch.refused import refuse
-from hvd_adpsgd.joining import candidates, joining
+from hvd_adpsgd.joining import callbacks, candidates, joining
 from hvd_adpsgd.launch import bootstrap, torch_group
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.torch import membership
 from hvd_adpsgd.torch.rendezvous import TcpStore
 from hvd_adpsgd.training import watching
 
@@ -68,7 +67,7 @@ def init(comm: Any = None, process_sets: Any = None, *, config: Config | None = 
         else:
             bootstrap.init(config, comm=comm, process_sets=process_sets, store=TcpStore)
             candidates.open_listener(worlds.current())
-        worlds.current().teardown.at_shutdown(membership.forget)
+        worlds.current().teardown.at_shutdown(callbacks.forget)
         candidates.notify_launcher(worlds.current())
         watching.start(worlds.current())
     _given = given

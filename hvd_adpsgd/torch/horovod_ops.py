@@ -38,7 +38,7 @@ from hvd_adpsgd.inner.horovod import (
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.gloo import places_told
 from hvd_adpsgd.torch import basics
-from hvd_adpsgd.torch.inside import told
+from hvd_adpsgd.training.inside import told
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,26 +1,18 @@
-"""Failed ranks, the coordinator, what collectives do after a failure, callbacks on membership changes."""
+"""Failed ranks, the coordinator, what collectives do after a failure."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import world as worlds
-from hvd_adpsgd.launch.world import World
 
 __all__ = [
-    "are_told",
     "failed_ranks",
-    "forget",
     "is_coordinator",
     "on_failure",
-    "on_membership_change",
-    "tell_membership",
 ]
-
-Callback = TypeVar("Callback", bound=Callable[[tuple[int, ...]], object])
 
 _CHOICES = ("continue", "raise")
 
@@ -70,56 +62,3 @@ def on_failure(what: str) -> Iterator[None]:
         raise ConfigError(f"on_failure({what!r}): allowed are {allowed}. Pass one of these.")
     with worlds.current().collectives.instead(what):
         yield
-
-
-_callbacks: list[Callable[[tuple[int, ...]], object]] = []
-_told: tuple[int, ...] | None = None  # ranks at the last hvd.admit; None before the first call
-
-
-def on_membership_change(callback: Callback) -> Callback:
-    """Register `callback(ranks)` for changes of the job's learners, until shutdown(); for samplers, say.
-
-        @hvd.on_membership_change
-        def shard(ranks):
-            sampler.rank, sampler.num_replicas = ranks.index(hvd.rank()), len(ranks)
-            sampler.num_samples = math.ceil(len(data) / len(ranks))  # else it raises AssertionError
-            sampler.total_size = sampler.num_samples * len(ranks)
-
-    hvd.admit calls it, between two steps, on all learners: when learners have joined, failed or left since
-    the last call of hvd.admit, and on the learners that join.
-
-    Args:
-        callback: called with the ranks of all present learners, ascending. hvd.admit raises its exceptions.
-
-    Returns:
-        `callback`, so that this function can be a decorator.
-    """
-    _callbacks.append(callback)
-    return callback
-
-
-def are_told() -> bool:
-    """Whether a callback wants to know of changes."""
-    return bool(_callbacks)
-
-
-def tell_membership(world: World, joined: bool) -> None:
-    """Call this learner's callbacks if the learners of the job have changed; all learners call this together.
-
-    Args:
-        world: the World of this learner.
-        joined: whether this learner has just joined.
-    """
-    global _told
-    before = tuple(range(world.size)) if _told is None else _told
-    _told = world.collectives.ranks
-    if joined or _told != before:
-        for callback in list(_callbacks):
-            callback(_told)
-
-
-def forget() -> None:
-    """Forget all callbacks: another init() begins another job."""
-    global _told
-    _told = None
-    _callbacks.clear()

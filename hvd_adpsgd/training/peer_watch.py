@@ -61,7 +61,7 @@ _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has
 # modules above the line of the script that is in an operation; of these, modules of Horovod
 _LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "threading", "contextlib")
 _INSIDE = ("horovod.", "hvd_adpsgd.inner.over_torch.")
-_OPERATIONS, _WRAPPERS = ("hvd_adpsgd.torch.", *_INSIDE), ("checked", "told")
+_OPERATIONS, _WRAPPERS = ("hvd_adpsgd.torch.", "hvd_adpsgd.joining.", *_INSIDE), ("checked", "told")
 
 _watches: weakref.WeakKeyDictionary[Membership, _PeerWatch] = weakref.WeakKeyDictionary()
 

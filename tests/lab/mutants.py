@@ -26,7 +26,7 @@ ENGINE = Path("ext/hvd_adpsgd/engine")
 SIMULATOR = "../../../lab/ext/hvd_adpsgd_lab/simulation"
 ADMISSION = f"{SIMULATOR}/admission.pyx"  # of the simulator itself ...
 ADMITTED = (
-    "../../../hvd_adpsgd/engine/admission.py"  # ... and the decisions, which the library shares
+    "../../../hvd_adpsgd/joining/decisions.py"  # ... and the decisions, which the library shares
 )
 STREAMS = (
     f"{SIMULATOR}/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hvd_adpsgd.engine.admission import Joiner, JoinerStage, Member, MemberStage
+from hvd_adpsgd.joining.decisions import Joiner, JoinerStage, Member, MemberStage
 
 
 @pytest.mark.parametrize("all_made", [False, True])

@@ -11,13 +11,11 @@ import torch
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import LaunchError
-from hvd_adpsgd.joining import joining
+from hvd_adpsgd.joining import admission, join_state, joining
 from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinRequest, JoinServer, _difference
 from hvd_adpsgd.joining.reconnect import RECONNECT_S
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS
-from hvd_adpsgd.torch import admission
-from hvd_adpsgd.training import join_state
 from hvd_adpsgd.training.parameters import Parameters
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.joining import callbacks
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import Teardown
 from hvd_adpsgd.torch import basics
-from hvd_adpsgd.torch import membership as callbacks
 
 ALIVE, SUSPECT, LEFT, FAILED = PeerState
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adpsgd.joining import join_state
+from hvd_adpsgd.joining.join_state import JoinState, pack, unpack
 from hvd_adpsgd.strategies.plan import Rounds
-from hvd_adpsgd.training import join_state
-from hvd_adpsgd.training.join_state import JoinState, pack, unpack
 from hvd_adpsgd.training.optimizer_state import bind, keeping_held, load_in_place, reunite
 from tests.schedulers import MAKE, of_torch, optimizers, trace
 

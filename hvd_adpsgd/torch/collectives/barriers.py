@@ -10,8 +10,8 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import run_call
-from hvd_adpsgd.torch.inside import told
 from hvd_adpsgd.torch.uneven_steps import joined
+from hvd_adpsgd.training.inside import told
 
 __all__ = ["barrier", "join"]
 

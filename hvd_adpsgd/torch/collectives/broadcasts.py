@@ -15,6 +15,7 @@ from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.inner.horovod import Average
 from hvd_adpsgd.inner.tensor_bytes import bytes_of, lent, overwrite
+from hvd_adpsgd.joining.join_parts import filled, mesh_of, outlined, state_of
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
@@ -26,8 +27,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import allreduce
-from hvd_adpsgd.torch.inside import told
-from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined, state_of
+from hvd_adpsgd.training.inside import told
 from hvd_adpsgd.training.means import among_counterparts
 from hvd_adpsgd.training.optimizer_state import (
     load_in_place,

@@ -23,7 +23,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     run_call,
 )
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce
-from hvd_adpsgd.torch.inside import told
+from hvd_adpsgd.training.inside import told
 
 __all__ = ["Gathered", "allgather", "allgather_object", "gather", "grouped_allgather"]
 

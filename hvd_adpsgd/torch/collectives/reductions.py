@@ -33,7 +33,7 @@ from hvd_adpsgd.torch.collectives.calls import (
     require_tensors,
     run_call,
 )
-from hvd_adpsgd.torch.inside import told
+from hvd_adpsgd.training.inside import told
 
 __all__ = [
     "Reduction",

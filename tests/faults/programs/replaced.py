@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+import hvd_adpsgd.joining.admission as admission
+import hvd_adpsgd.joining.arrival as arrival
 import hvd_adpsgd.joining.joining as joining
 import hvd_adpsgd.joining.reconnect as reconnect
 import hvd_adpsgd.torch as hvd
-import hvd_adpsgd.torch.admission as admission
-import hvd_adpsgd.torch.arrival as arrival
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5

@@ -20,9 +20,8 @@ import torch
 import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
-from hvd_adpsgd.joining import joining, listener, reconnect
-from hvd_adpsgd.torch import admission, arrival
-from hvd_adpsgd.training.join_state import JoinState
+from hvd_adpsgd.joining import admission, arrival, joining, listener, reconnect
+from hvd_adpsgd.joining.join_state import JoinState
 
 STEPS = 5
 

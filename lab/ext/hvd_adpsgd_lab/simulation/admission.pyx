@@ -3,8 +3,8 @@
 """Admission of joining super learners in a simulated job: all members switch to new engines, or none does.
 
 The joining super learner is called newcomer here; newcomers.pyx lets several join one after the other. The steps
-are those of torch/admission.py and joining/reconnect.py, with real engines, the real agreement, and the real
-decisions (engine/admission.py):
+are those of joining/admission.py and joining/reconnect.py, with real engines, the real agreement, and the real
+decisions (joining/decisions.py):
 
     each member                                             the newcomer
     before the same step: pauses its engine, and
@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvd_adpsgd.engine.admission import MOVE_S, Member, MemberStage
+from hvd_adpsgd.joining.decisions import MOVE_S, Member, MemberStage
 
 from hvd_adpsgd.engine.loop cimport begin_turns
 from hvd_adpsgd_lab.simulation.chance cimport between, happens, uniform

@@ -6,7 +6,7 @@ A newcomer is a joining super learner. Each has an Admission, the record that ad
 one begins when it is over on all its processes.
 """
 
-from hvd_adpsgd.engine.admission import Joiner, JoinerStage, MemberStage
+from hvd_adpsgd.joining.decisions import Joiner, JoinerStage, MemberStage
 from hvd_adpsgd.engine.agreement import Agreement
 
 from hvd_adpsgd.engine.mailbox cimport HISTOGRAM, Counters

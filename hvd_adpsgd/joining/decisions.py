@@ -1,6 +1,6 @@
 """State machines that decide, in each process, whether a joining super learner is admitted to a running job.
 
-They send no messages and read no clock: torch/admission.py drives them in a real job,
+They send no messages and read no clock: joining/admission.py drives them in a real job,
 simulation/admission.pyx in a simulated one. Members are the processes of the job that average already. Either
 all members switch to new engines, which include the joining super learner, or all keep their old engines.
 

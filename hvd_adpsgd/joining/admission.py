@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives.usage import counted
-from hvd_adpsgd.engine.admission import Member
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.joining import candidates, reconnect
+from hvd_adpsgd.joining.arrival import arrive
+from hvd_adpsgd.joining.callbacks import tell_membership
 from hvd_adpsgd.joining.candidates import (
     JoiningSuperLearner,
     JoinOffer,
@@ -23,19 +24,18 @@ from hvd_adpsgd.joining.candidates import (
     JoinServer,
     join_server,
 )
+from hvd_adpsgd.joining.change_over import DOING, drop, prepare, switch
+from hvd_adpsgd.joining.decisions import Member
+from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
+from hvd_adpsgd.joining.join_state import JoinState, pack, shares, terms
+from hvd_adpsgd.joining.nonblocking import have_met, meets, waits_anyway
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.processes import ATTEMPTS, LIVES_S
 from hvd_adpsgd.launch.world import MOST_SUPER_LEARNERS, World
-from hvd_adpsgd.torch.arrival import arrive
-from hvd_adpsgd.torch.change_over import DOING, drop, prepare, switch
-from hvd_adpsgd.torch.meeting import have_met, meets, waits_anyway
-from hvd_adpsgd.torch.membership import tell_membership
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
-from hvd_adpsgd.training.join_state import JoinState, pack, shares, terms
 from hvd_adpsgd.training.model_average import mean_model, mean_moments
 from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live, order_as

@@ -10,12 +10,12 @@ import torch
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.joining.callbacks import are_told
 from hvd_adpsgd.joining.candidates import join_server
 from hvd_adpsgd.joining.meetings import Meetings, Messages
 from hvd_adpsgd.joining.replacements import lost, starters
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.torch.inside import told
-from hvd_adpsgd.torch.membership import are_told
+from hvd_adpsgd.training.inside import told
 from hvd_adpsgd.training.presence import live
 
 __all__ = ["have_met", "meets", "waits_anyway"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.joining.join_parts import filled, mesh_of, outlined
 from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import described
-from hvd_adpsgd.training.join_parts import filled, mesh_of, outlined
 from hvd_adpsgd.training.optimizer_state import load_in_place
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.sharded import is_sharded

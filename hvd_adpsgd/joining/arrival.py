@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from hvd_adpsgd.engine.admission import Joiner
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
 from hvd_adpsgd.joining import joining, reconnect
 from hvd_adpsgd.joining.candidates import JoinOffer, open_own_listener
+from hvd_adpsgd.joining.change_over import drop, prepare, switch
+from hvd_adpsgd.joining.decisions import Joiner
+from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
+from hvd_adpsgd.joining.join_state import JoinState, shares, terms, unpack
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.torch.change_over import drop, prepare, switch
-from hvd_adpsgd.training.join_parts import exchange_parts, has_parts
-from hvd_adpsgd.training.join_state import JoinState, shares, terms, unpack
 from hvd_adpsgd.training.pause import resume
 from hvd_adpsgd.training.presence import live
 

@@ -1,0 +1,64 @@
+"""Callbacks of the script on changes of the job's learners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from hvd_adpsgd.launch.world import World
+
+__all__ = ["are_told", "forget", "on_membership_change", "tell_membership"]
+
+Callback = TypeVar("Callback", bound=Callable[[tuple[int, ...]], object])
+
+_callbacks: list[Callable[[tuple[int, ...]], object]] = []
+_told: tuple[int, ...] | None = None  # ranks at the last hvd.admit; None before the first call
+
+
+def on_membership_change(callback: Callback) -> Callback:
+    """Register `callback(ranks)` for changes of the job's learners, until shutdown(); for samplers, say.
+
+        @hvd.on_membership_change
+        def shard(ranks):
+            sampler.rank, sampler.num_replicas = ranks.index(hvd.rank()), len(ranks)
+            sampler.num_samples = math.ceil(len(data) / len(ranks))  # else it raises AssertionError
+            sampler.total_size = sampler.num_samples * len(ranks)
+
+    hvd.admit calls it, between two steps, on all learners: when learners have joined, failed or left since
+    the last call of hvd.admit, and on the learners that join.
+
+    Args:
+        callback: called with the ranks of all present learners, ascending. hvd.admit raises its exceptions.
+
+    Returns:
+        `callback`, so that this function can be a decorator.
+    """
+    _callbacks.append(callback)
+    return callback
+
+
+def are_told() -> bool:
+    """Whether a callback wants to know of changes."""
+    return bool(_callbacks)
+
+
+def tell_membership(world: World, joined: bool) -> None:
+    """Call this learner's callbacks if the learners of the job have changed; all learners call this together.
+
+    Args:
+        world: the World of this learner.
+        joined: whether this learner has just joined.
+    """
+    global _told
+    before = tuple(range(world.size)) if _told is None else _told
+    _told = world.collectives.ranks
+    if joined or _told != before:
+        for callback in list(_callbacks):
+            callback(_told)
+
+
+def forget() -> None:
+    """Forget all callbacks: another init() begins another job."""
+    global _told
+    _told = None
+    _callbacks.clear()
