@@ -18,16 +18,7 @@ from typing import Any, NamedTuple
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.formats import AUTO, BY_NAME, FORMATS, OWN
 
-__all__ = [
-    "FIRST_SHARE",
-    "PREFIX",
-    "REPLACES",
-    "Config",
-    "Option",
-    "OptionRow",
-    "environment_name",
-    "period_of_moments",
-]
+__all__ = ["FIRST_SHARE", "PREFIX", "REPLACES", "Config", "Option", "OptionRow", "environment_name"]
 
 PREFIX = "HVD_ADPSGD_"
 _PRIVATE = "ADPSGD_"
@@ -71,13 +62,12 @@ class Option:
     @property
     def range(self) -> str:
         """The allowed values as text, for the documentation's table and for error messages."""
-        words = self._choices_text() if self.kind is str else self._interval_text()
+        words = self._interval_text()
+        if self.kind is str:
+            words = " | ".join(self.choices) or "any text"
         words = f"{words}, or 0" if self.off else words
         words = f"{self.word}, or {words}" if self.word else words
         return f"{words}, or None" if self.optional else words
-
-    def _choices_text(self) -> str:
-        return " | ".join(self.choices) or "any text"
 
     def _interval_text(self) -> str:
         if self.high is None:
@@ -110,7 +100,9 @@ class Option:
         if self.kind is int:
             return operator.index(value)
         if self.kind is float:
-            return _as_float(value)
+            if isinstance(value, (str, bytes)):
+                raise TypeError("text")
+            return float(value)
         text = os.fspath(value)
         if not isinstance(text, str):
             raise TypeError("not text")
@@ -145,17 +137,6 @@ def _option(default: Any, kind: type, unit: str, meaning: str, **bounds: Any) ->
     """Make a dataclass field that carries its Option."""
     option = Option(kind, unit, meaning, **bounds)
     return field(default=default, metadata={"option": option})
-
-
-def period_of_moments(period: int, share: float, exchanges_per_step: float) -> int:
-    """Return in how many exchanges shared moments move once: in fewer where exchanges are few or small.
-
-    Args:
-        period: the option moments_period.
-        share: share of the model that an exchange moves.
-        exchanges_per_step: the option of this name.
-    """
-    return max(1, round(period * share * min(1.0, exchanges_per_step)))
 
 
 @dataclass(frozen=True)
@@ -267,8 +248,14 @@ class Config:
 
     @property
     def period_of_moments(self) -> int:
-        """Return in how many exchanges shared moments move once; see `period_of_moments`."""
-        return period_of_moments(self.moments_period, self.first_share, self.exchanges_per_step)
+        """In how many exchanges shared moments move once: in fewer where exchanges are few or small."""
+        share = self.first_share * min(1.0, self.exchanges_per_step)
+        return max(1, round(self.moments_period * share))
+
+    @property
+    def bounds_staleness(self) -> bool:
+        """Whether steps wait for exchanges that would bring too old corrections."""
+        return self.max_staleness is not None
 
     @property
     def chooses_share(self) -> bool:
@@ -362,12 +349,6 @@ def environment_name(name: str) -> str:
 def _options() -> dict[str, Option]:
     """Return the Option of each field of Config by the field's name, in their order."""
     return {f.name: f.metadata["option"] for f in dataclasses.fields(Config)}
-
-
-def _as_float(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError("text")
-    return float(value)
 
 
 def _checked(name: str, option: Option, value: Any) -> Any:

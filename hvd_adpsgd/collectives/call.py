@@ -87,11 +87,7 @@ def _difference(first: _Header, other: _Header) -> str | None:
 
 
 def _mismatch(
-    what: str,
-    ranks: Sequence[int],
-    headers: Sequence[_Header],
-    i: int,
-    tensors: list[Any] | None,
+    what: str, ranks: Sequence[int], headers: Sequence[_Header], i: int, tensors: list[Any] | None
 ) -> CollectiveMismatchError:
     first, other = headers[0], headers[i]
     callers = (

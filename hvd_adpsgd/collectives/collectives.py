@@ -26,13 +26,8 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.host_memory import Sharing, alone
-from hvd_adpsgd.messaging.messages import (
-    COMPLETE,
-    NO_ERROR,
-    AttemptAbandonedError,
-    Messages,
-)
-from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks, is_failure, is_of_mpi
+from hvd_adpsgd.messaging.messages import COMPLETE, NO_ERROR, AttemptAbandonedError, Messages
+from hvd_adpsgd.messaging.mpi_transport import exited, is_failure, is_of_mpi
 
 __all__ = ["Collectives", "Made"]
 
@@ -605,7 +600,7 @@ class Collectives:
 
     def ended(self) -> set[int]:
         """Return the ranks of learners known to have exited, `gone` included. Does not block."""
-        return self.gone() | {self._ranks[i] for i in failed_comm_ranks(self.comm)}
+        return self.gone() | exited(self.comm, self._ranks)
 
 
 class _WithdrawnError(BaseException):

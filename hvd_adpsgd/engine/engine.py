@@ -372,7 +372,7 @@ class Engine:
     def _moves(self, share: float) -> None:
         """Tell the memory how large a share exchanges move, unless each step has to copy the whole model."""
         config = self.config
-        turns = leaves_out(self._plan, config.first_share, config.max_staleness)
+        turns = leaves_out(self._plan, config)
         self.memory.moving(Moves(share, config.exchanges_per_step) if turns else None)
 
     # ---- failures ----------------------------------------------------------------------------

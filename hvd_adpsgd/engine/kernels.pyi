@@ -56,11 +56,5 @@ def apply(
     stream: bool = False,
 ) -> tuple[bool, bool]: ...
 def merge_mean(
-    dtype: int,
-    slot: Any,
-    sum: Any,
-    own: Any,
-    learners: float,
-    fresh: bool,
-    replace: bool = False,
+    dtype: int, slot: Any, sum: Any, own: Any, learners: float, fresh: bool, replace: bool = False
 ) -> float: ...

@@ -7,12 +7,7 @@ from hvd_adpsgd.engine.wire import AnyClock, AnyWire
 
 class Loop:
     def __init__(
-        self,
-        wire: AnyWire,
-        clock: AnyClock,
-        chunks: Store,
-        schedule: Any,
-        options: EngineOptions,
+        self, wire: AnyWire, clock: AnyClock, chunks: Store, schedule: Any, options: EngineOptions
     ) -> None: ...
     def extend(
         self, nchunks: int, fingerprint: int, rare: Sequence[int] = (), period: int = 1

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.strategies.plan import Plan
 
 __all__ = [
@@ -42,16 +43,15 @@ class Moves(NamedTuple):
     rate: float
 
 
-def leaves_out(plan: Plan, share: float, max_staleness: int | None) -> bool:
+def leaves_out(plan: Plan, config: Config) -> bool:
     """Whether steps may leave out chunks when they copy the model.
 
     Args:
         plan: a strategy's plan. In rounds, models are averaged as they are after the step.
-        share: share of the model that exchanges move, or the first one if it is chosen later.
-        max_staleness: the option of that name; 0 or None: no bound.
+        config: the options.
     """
     gossips = plan.in_step is None and plan.rule is None
-    return gossips and not max_staleness and share <= LARGEST_SHARE
+    return gossips and not config.bounds_staleness and config.first_share <= LARGEST_SHARE
 
 
 def steps_between_copies(moves: Moves, chunks: int) -> int:

@@ -21,13 +21,7 @@ from typing import Any
 
 from hvd_adpsgd.config import REPLACES, Config
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
-from hvd_adpsgd.joining.candidates import (
-    JOIN,
-    JOIN_SECRET_FILE,
-    JoinOffer,
-    JoinRequest,
-    checked,
-)
+from hvd_adpsgd.joining.candidates import JOIN, JOIN_SECRET_FILE, JoinOffer, JoinRequest, checked
 from hvd_adpsgd.joining.listener import Conversation, connect
 from hvd_adpsgd.joining.reconnect import RECONNECT_S
 from hvd_adpsgd.launch import bootstrap, communicators, processes, rendezvous

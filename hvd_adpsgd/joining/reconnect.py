@@ -13,8 +13,9 @@ import dataclasses
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,13 +51,21 @@ TRANSFER_S = 600.0  # longest time to send a joining super learner its state
 _VALUE, _MADE = "value", "made"  # of a gather before the connections are made, of the last one
 
 
-class Gather(Protocol):
+class Gather(ABC):
     """Gathers a value from each learner of the job and of the joining super learner, by rank.
 
     If a learner of the job fails, the job's other learners leave the gathers of `connect_anew` and go on to
     `made`, while the joining super learner still waits in an earlier one, or the reverse. So each message
     says of which kind it is.
+
+    Args:
+        world: the world of this learner.
+        size: number of learners of the job including the joining super learner.
+        ends: deadline, of time.monotonic.
     """
+
+    def __init__(self, world: World, size: int, ends: float):
+        self._world, self._size, self._ends = world, size, ends
 
     def __call__(self, value: Any) -> list[Any]:
         """Return the values by rank, None for a learner that is not connected.
@@ -64,9 +73,18 @@ class Gather(Protocol):
         Raises:
             NotReconnectedError: if not all learners take part.
         """
+        return self._gather(_VALUE, value)
 
     def made(self, made: bool) -> list[Any]:
         """Gather whether each learner has made its connections and engines; the last gather of an attempt."""
+        return self._gather(_MADE, made)
+
+    @abstractmethod
+    def _gather(self, kind: str, value: Any) -> list[Any]: ...
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
 
 
 class NotReconnectedError(TransportError):
@@ -181,30 +199,20 @@ def _grouped(
     return new_group
 
 
-class MembersGather:
+class MembersGather(Gather):
     """The Gather of a learner of the job.
 
     Args:
-        world: the world of this learner.
-        size: number of learners of the job including the joining super learner.
         candidate: the joining super learner, on the learner to which it is connected; else None.
-        ends: deadline, of time.monotonic.
     """
 
     def __init__(
         self, world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
     ) -> None:
-        self._world, self._size, self._candidate, self._ends = world, size, candidate, ends
+        super().__init__(world, size, ends)
+        self._candidate = candidate
         self._ranks = world.collectives.ranks
         self._is_left = False  # whether the joining super learner has gathered for the last time
-
-    def __call__(self, value: Any) -> list[Any]:
-        """See Gather."""
-        return self._gather(_VALUE, value)
-
-    def made(self, made: bool) -> list[Any]:
-        """See Gather."""
-        return self._gather(_MADE, made)
 
     def _gather(self, kind: str, value: Any) -> list[Any]:
         told = _gathered(self._world, value)
@@ -215,10 +223,6 @@ class MembersGather:
             raise NotReconnectedError("not all learners have made the new connections")
         told |= heard[1]
         return [told.get(rank) for rank in range(self._size)]
-
-    @property
-    def _left_s(self) -> float:
-        return max(0.0, self._ends - time.monotonic())
 
     def _relayed(self, kind: str, told: dict[int, Any]) -> tuple[str, dict[int, Any]] | None:
         """Return what the joining super learner says, after it was told the others' values."""
@@ -240,31 +244,25 @@ class MembersGather:
         return heard
 
 
-class CandidatesGather:
+class CandidatesGather(Gather):
     """The Gather of a learner of the joining super learner.
 
     Args:
-        world: the world of this learner.
-        size: number of learners of the job including the joining super learner.
         conversation: the connection to the job, on the first learner; else None.
-        ends: deadline, of time.monotonic.
     """
 
     def __init__(
         self, world: World, size: int, conversation: Conversation | None, ends: float
     ) -> None:
-        self._world, self._size, self._conversation, self._ends = world, size, conversation, ends
+        super().__init__(world, size, ends)
+        self._conversation = conversation
         self._is_over = False  # whether the job's learners have gathered for the last time
-
-    def __call__(self, value: Any) -> list[Any]:
-        """See Gather."""
-        return self._gather(_VALUE, value)
 
     def made(self, made: bool) -> list[Any]:
         """See Gather."""
         if self._is_over:
             return [False] * self._size
-        return self._gather(_MADE, made)
+        return super().made(made)
 
     def _gather(self, kind: str, value: Any) -> list[Any]:
         mine = _gathered(self._world, value)

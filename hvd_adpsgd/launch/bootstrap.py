@@ -23,13 +23,7 @@ from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.handshake import RELEASE
-from hvd_adpsgd.errors import (
-    ConfigError,
-    InnerOnlyError,
-    LaunchError,
-    TransportError,
-    WorldError,
-)
+from hvd_adpsgd.errors import ConfigError, InnerOnlyError, LaunchError, TransportError, WorldError
 from hvd_adpsgd.inner import VARIABLE, backend, horovod
 from hvd_adpsgd.launch import communicators, rendezvous
 from hvd_adpsgd.launch import world as worlds
@@ -44,14 +38,7 @@ from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.messaging.sockets import Communicator
 
-__all__ = [
-    "enter",
-    "init",
-    "merge_super_learners",
-    "shut_down",
-    "undone_on_failure",
-    "watch_exit",
-]
+__all__ = ["enter", "init", "merge_super_learners", "shut_down", "undone_on_failure", "watch_exit"]
 
 log = logging.getLogger("hvd_adpsgd")
 

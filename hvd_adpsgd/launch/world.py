@@ -22,7 +22,7 @@ from hvd_adpsgd.errors import NotInitializedError, TopologyError
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.preemption import Departure
 from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown
-from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.polling import polls
 
 __all__ = [
@@ -235,10 +235,11 @@ class World:
         Args:
             seconds: longest wait; MPI takes a moment to detect a failed process.
         """
-        for _ in polls(time.monotonic() + seconds):
-            if failed := failed_comm_ranks(self.inner):
-                break
-        return {self.groups[self.super_rank][inner_rank] for inner_rank in failed}
+        polled = (
+            exited(self.inner, self.groups[self.super_rank])
+            for _ in polls(time.monotonic() + seconds)
+        )
+        return next(filter(None, polled), set())
 
 
 def names_of(groups: Sequence[Sequence[int]], placements: Sequence[Placement]) -> list[str]:

@@ -80,10 +80,7 @@ class Membership:
         ] = {}  # by super_rank: failures logged as information, as a lower super_rank logs the warning
 
     def update(
-        self,
-        news: Iterable[tuple[int, PeerState]],
-        step: int | None = None,
-        ends: bool = False,
+        self, news: Iterable[tuple[int, PeerState]], step: int | None = None, ends: bool = False
     ) -> None:
         """Record the state changes of super learners that an engine reports, then log a line for each change.
 

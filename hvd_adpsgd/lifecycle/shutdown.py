@@ -34,19 +34,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.failures import (
-    is_under_mpi,
-    mpi_exceptions,
-    mpi_failures,
-    ulfm_enabled,
-)
+from hvd_adpsgd.engine.failures import is_under_mpi, mpi_exceptions, mpi_failures, ulfm_enabled
 from hvd_adpsgd.errors import TransportError
 from hvd_adpsgd.lifecycle import process_exit
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.messaging.attempt import gather_once
 from hvd_adpsgd.messaging.messages import Messages
-from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
 from hvd_adpsgd.polling import polls
 
@@ -104,7 +99,7 @@ class ShutdownBarrier:
         """Return the ranks in the job of learners known to have exited; under MPI, without MPI_Finalize."""
         if isinstance(self.comm, Communicator):
             return {self.ranks[place] for place in self.comm.look_at_all()}
-        return {self.ranks[place] for place in failed_comm_ranks(self.comm)}
+        return exited(self.comm, self.ranks)
 
     def failed(self) -> set[int]:
         """Return the ranks in the job of learners that exited before the barrier, as all learners agree.

@@ -23,11 +23,7 @@ import numpy as np
 
 from hvd_adpsgd.engine.agreement import Agreement, Decision
 from hvd_adpsgd.errors import LearnerFailedError, TransportError
-from hvd_adpsgd.messaging.mpi_transport import (
-    Bytes,
-    Transport,
-    transport_of,
-)
+from hvd_adpsgd.messaging.mpi_transport import Bytes, Transport, transport_of
 
 __all__ = [
     "CHANNELS",

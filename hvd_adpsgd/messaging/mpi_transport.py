@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +19,7 @@ __all__ = [
     "Bytes",
     "MpiTransport",
     "Transport",
+    "exited",
     "failed_comm_ranks",
     "is_failure",
     "is_of_mpi",
@@ -110,6 +111,11 @@ def failed_comm_ranks(comm: Any) -> set[int]:
             MPI.COMM_SELF.Iprobe()
         return _failed_of(comm)
     return set()
+
+
+def exited(comm: Any, ranks: Sequence[int]) -> set[int]:
+    """Return those of `ranks`, by rank in `comm`, whose process is known to have exited; does not wait."""
+    return {ranks[comm_rank] for comm_rank in failed_comm_ranks(comm)}
 
 
 def _failed_of(comm: Any) -> set[int]:

@@ -129,7 +129,7 @@ class Averaging:
     @property
     def _lands_later(self) -> bool:
         """Whether steps go on before devices have copied the model to the engine and checked it for NaN."""
-        waits = self.plan.in_step is not None or self.spec.config.max_staleness is not None
+        waits = self.plan.in_step is not None or self.spec.config.bounds_staleness
         return self.tensors.are_staged and not waits
 
     def move_to(self, world: World, engine: Engine, within_s: float) -> None:

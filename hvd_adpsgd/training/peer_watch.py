@@ -43,7 +43,7 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
-from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
+from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.training.peer_board import PeerBoard
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
@@ -192,10 +192,9 @@ class _PeerWatch:
         """Raise if a peer with fewer operations has ended, or is in an operation over all learners."""
         ended = self._board.column("ended")
         ranks = world.groups[world.super_rank]
-        failed = {ranks[i] for i in failed_comm_ranks(world.inner) if not ended[i]}
-        if failed:
+        if failed := self._failed():
             preemption.block_if_leaving()
-            raise leaves(world, where, failed)
+            raise leaves(world, where, {ranks[peer] for peer in failed})
         for peer, count in enumerate(ended):
             if 0 < count <= begun:
                 after = "" if mates is None else f" after {mates.submitted_by(peer)} steps"
@@ -226,12 +225,17 @@ class _PeerWatch:
         torch's own error has ended the wait for them, maybe before a check. Called before each operation over
         all learners, too: another super learner may come to that much later.
         """
-        begun, ended = self._board.column("begun"), self._board.column("ended")
-        failed = [i for i in failed_comm_ranks(self._world.inner) if not ended[i]]
+        begun, failed = self._board.column("begun"), self._failed()
         if any(begun[i] < self._begun() < _FOREVER for i in failed):
             preemption.block_if_leaving()
             ranks = self._world.groups[self._world.super_rank]
             raise leaves(self._world, self._position()[0], {ranks[i] for i in failed})
+
+    def _failed(self) -> list[int]:
+        """Return the inner ranks of peers whose process has exited without shutdown()."""
+        inner = self._world.inner
+        ended = self._board.column("ended")
+        return [peer for peer in exited(inner, range(len(ended))) if not ended[peer]]
 
     def _before_operation(self) -> None:
         if (cause := self.hear()) is not None:

@@ -45,7 +45,7 @@ class Job:
         )
         for name, value in {
             "begun_inside": lambda world: dict(self.begun),
-            "failed_comm_ranks": lambda comm: self.failed,
+            "exited": lambda comm, ranks: self.failed,
             "live": lambda: self.averagings,
             "interrupt_group": lambda world: self.interrupted.append(world),
         }.items():

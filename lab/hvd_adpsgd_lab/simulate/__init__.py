@@ -55,9 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     check_image("--figure", args.figure)
     check_different(("--json", args.json), ("--figure", args.figure))
     if args.train is not None:
-        from hvd_adpsgd_lab.simulate import (
-            trained,
-        )  # needs torch, which the other modes do without
+        from hvd_adpsgd_lab.simulate import trained  # needs torch, which the other modes do without
 
         return trained.main(args, _cluster(args, 1.0))
     if args.super_learners is not None:
@@ -113,11 +111,7 @@ def _explore(args: argparse.Namespace) -> int:
     kept = Path(args.keep) if args.keep else None
     try:
         report = campaign.explore(
-            first,
-            last,
-            workers=args.workers,
-            progress=progress.of_seeds(last - first),
-            kept=kept,
+            first, last, workers=args.workers, progress=progress.of_seeds(last - first), kept=kept
         )
     except KeyboardInterrupt:
         if kept is not None and kept.exists():

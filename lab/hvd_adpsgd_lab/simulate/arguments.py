@@ -16,11 +16,7 @@ REPLAY = ("seed", "scenario")
 RUNS = (*REPLAY, "seeds")
 MODES = (*RUNS, "explore", "train", "super_learners")
 PLANS = ("super_learners", "train")
-TRAIN_DEFAULTS = {
-    "points": 50,
-    "threads": 1,
-    "vmap": False,
-}
+TRAIN_DEFAULTS = {"points": 50, "threads": 1, "vmap": False}
 PLAN_DEFAULTS: dict[str, Any] = {
     "model": "100M",
     "step": "0.35s",

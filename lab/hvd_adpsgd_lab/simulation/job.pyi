@@ -1,6 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd_lab.simulation.network import Network
@@ -39,7 +40,7 @@ class Job:
         checks: bool = True,
         trace: bool = False,
         chunk_s: float = 0.0,
-        max_staleness: int = 0,
+        config: Config = ...,
         local: LocalUpdates | None = None,
         rare: Sequence[int] = (),
         rare_period: int = 1,

@@ -378,7 +378,7 @@ def job_of(
         look_s=c.step_s / 50,
         checks=False,
         chunk_s=c.averaging_chunk_s * c.chunks / len(models[0]),
-        max_staleness=c.config.max_staleness or 0,
+        config=c.config,
         local=local,
         rare=rare[0],
         rare_period=rare[1],
@@ -397,10 +397,9 @@ def job_of(
 
 def _steps_between_copies(c: Cluster, chunks: int) -> int:
     """Return the steps between two copies of a chunk to the engine, for the first share of exchanges."""
-    plan, share = c.strategy.plan(0, c.super_learners), c.config.first_share
-    if not leaves_out(plan, share, c.config.max_staleness):
+    if not leaves_out(c.strategy.plan(0, c.super_learners), c.config):
         return 1
-    return steps_between_copies(Moves(share, c.config.exchanges_per_step), chunks)
+    return steps_between_copies(Moves(c.config.first_share, c.config.exchanges_per_step), chunks)
 
 
 def _add(job: Job, c: Cluster, models: Sequence[npt.NDArray[Any]]) -> None:

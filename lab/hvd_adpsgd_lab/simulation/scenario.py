@@ -526,7 +526,7 @@ def _with_options(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, rare_period=c.choose((2, 4, 8)))
     if c.happens(0.2):
         s = dataclasses.replace(s, prefer=c.choose((0.5, 0.95)))
-    gossips = rounds_of(s.config.averaging, s.size)[0] is None and not s.config.max_staleness
+    gossips = rounds_of(s.config.averaging, s.size)[0] is None and not s.config.bounds_staleness
     if s.config.first_share < 1 and gossips and c.happens(0.5):
         s = dataclasses.replace(s, copy_every=c.choose((2, 4, 8)))
     if s.config.first_share < 1 and c.happens(0.5):
@@ -709,7 +709,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         warm_up=rounds.warm_up if rounds else 0,
         detect_s=s.detect_s,
         trace=trace,
-        max_staleness=s.config.max_staleness or 0,
+        config=s.config,
         rare=range(1, s.chunks + s.later, 2) if s.rare_period > 1 else (),
         rare_period=s.rare_period,
         every=s.copy_every,

@@ -13,6 +13,7 @@ import dataclasses
 
 import numpy as np
 
+from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.layout import DTYPE_CODES
 
 from hvd_adpsgd_lab.simulation.bounds import in_bound
@@ -36,6 +37,7 @@ from hvd_adpsgd_lab.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, S
 from hvd_adpsgd_lab.simulation.streams cimport COUNT, REDIAL, came, read_count
 from hvd_adpsgd_lab.simulation.trainers cimport act, give_up, watch
 
+CONFIG = Config()
 DOINGS = ("step", "meet", "wait", "rest", "done", "mean", "fresh", "come", "take in", "await all")
 
 
@@ -59,7 +61,7 @@ cdef class Job(JobState):
         checks: check after every turn that the promises hold.
         trace: record events, for `story` and `timeline`.
         chunk_s: how long an engine works on a chunk, s.
-        max_staleness: the option of that name; 0: no bound.
+        config: the options of training, a Config, of what trainers do; engines have their EngineOptions.
         local: an object that updates models in place of random updates. For the trainer of a process these methods
             are called, in this order: `update(process, step)`, which changes the model in place;
             `after_corrections(process)`; if the step waits for a round, `before_round(process)`, and once the
@@ -73,7 +75,7 @@ cdef class Job(JobState):
 
     def __cinit__(self, Network network, uint64_t seed, double slack=8.0, tables=None, int period=1,
                   means=None, bint after=False, int warm_up=0, double detect_s=0.5, bint still=False, double look_s=1e-3,
-                  bint checks=True, bint trace=False, double chunk_s=0.0, int max_staleness=0,
+                  bint checks=True, bint trace=False, double chunk_s=0.0, config=CONFIG,
                   local=None, rare=(), int rare_period=1, int every=1):
         self.network = network
         self.net = &network.net
@@ -101,7 +103,7 @@ cdef class Job(JobState):
         self.look_s = look_s
         self.checks = checks
         self.chunk_s = chunk_s
-        self.max_staleness = max_staleness
+        self.config = config
         self.every, self.moved = every, {}
         self.rare, self.rare_period = set(rare), rare_period
         self.story = [] if trace else None

@@ -154,9 +154,9 @@ cdef int check_staleness(JobState job, int i, Event* event) except -1:
     and its chunk waits for the next publish."""
     cdef Actor* a = &job.actors[i]
     cdef int64_t stale = a.step + (a.doing == MEET) - event.step
-    if job.max_staleness and stale > max(job.max_staleness, 2) and not a.overdue:
+    if job.config.bounds_staleness and stale > max(job.config.max_staleness, 2) and not a.overdue:
         job.fail("option max_staleness", f"engine {i} merges chunk {event.chunk} of a snapshot {stale} steps old, allowed "
-                 f"are {max(job.max_staleness, 2)}")
+                 f"are {max(job.config.max_staleness, 2)}")
     return 0
 
 

@@ -137,7 +137,7 @@ cdef class JobState:
     cdef public bint halted     # `run_for` returns before the next event
     cdef double look_s
     cdef double chunk_s
-    cdef int max_staleness      # 0: no bound
+    cdef object config          # the options of training, a Config
     cdef int every              # steps between two copies of a chunk without a correction to the mirror
     cdef dict moved             # [process]: by step, the sum of its updates so far, for checks of the mirror
     cdef set rare               # numbers of the chunks that are in every `rare_period`th exchange only

@@ -91,7 +91,7 @@ cdef void begin_step(JobState job, int i):
 
 cdef int64_t oldest_step(JobState job, Actor* a):
     """Return the oldest step of which a snapshot may be in flight at a publish, as in Engine.publish."""
-    return a.step + 1 - job.max_staleness if job.max_staleness else 0
+    return a.step + 1 - job.config.max_staleness if job.config.bounds_staleness else 0
 
 
 cdef bint fresh(JobState job, Actor* a):
