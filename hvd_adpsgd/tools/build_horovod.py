@@ -30,8 +30,9 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Iterator, Mapping, NamedTuple, NoReturn, Sequence  # noqa: UP035  (parses on old Pythons)
+from typing import NamedTuple, NoReturn
 
 VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
@@ -39,10 +40,6 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 
 PATCHES = Path(__file__).with_name("patches")
 
-# Free space required for a build in the temporary folder, and for its wheel in the cache folder (a CPU build
-# was measured to take 0.1 GB and 2 MB).
-BUILD_BYTES = 1 << 30
-CACHE_BYTES = 200 << 20
 # Memory of one compiler process (with g++ 12, 1.8 GB at most).
 COMPILER_BYTES = 2 << 30
 
@@ -62,15 +59,6 @@ PASSED_ON = ("HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_NCCL_", "HOROVOD_ROCM_", "
 
 class BuildError(Exception):
     """Raised if Horovod cannot be built in this environment; the message gives the cause and the cure."""
-
-
-CXX17_PROGRAM = """\
-#include <optional>
-#include <string_view>
-#include <type_traits>
-template <typename T> int sign(T x) { if constexpr (std::is_signed_v<T>) return x < 0; return 0; }
-int main() { std::optional<int> one{1}; return sign(*one) + int(std::string_view("").size()); }
-"""
 
 
 # --- this environment ----------------------------------------------------------------------------
@@ -241,14 +229,6 @@ def find_machine() -> Machine:
 # --- what a build needs --------------------------------------------------------------------------
 
 
-def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> None:
-    if version < (3, 11):
-        raise BuildError(
-            f"this is Python {version[0]}.{version[1]}; hvd_adpsgd needs 3.11 or newer. "
-            "Run this command with such a Python."
-        )
-
-
 def check_headers() -> None:
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
@@ -274,28 +254,6 @@ def check_make() -> None:
     if shutil.which("make", path=search_path()) is None:
         raise BuildError(
             "make not found. Install it (Debian, Ubuntu: apt install build-essential)."
-        )
-
-
-def check_cxx17(cxx: str, folder: Path) -> None:
-    """Compile a small C++17 program, which is a better check than the compiler's version number."""
-    source = folder / "cxx17.cpp"
-    source.write_text(CXX17_PROGRAM)
-    command = [cxx, "-std=c++17", "-c", str(source), "-o", str(folder / "cxx17.o")]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode != 0:
-        raise BuildError(
-            f"{cxx} ({first_line(cxx, '--version') or 'version unknown'}) does not compile C++17, "
-            "which torch's headers need. Install g++ 9 or newer, or set CXX."
-        )
-
-
-def check_space(folder: Path, needed_bytes: int, cure: str) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise BuildError(
-            f"too little space in {folder}: {free_bytes / 1e9:.2f} GB free, "
-            f"{needed_bytes / 1e9:.2f} GB needed. {cure}"
         )
 
 
@@ -442,31 +400,6 @@ def local_version(machine: Machine) -> str:
     return f"adpsgd.k{machine.key()}"
 
 
-class Progress:
-    """Shows make's percentage: on a terminal one line that is updated, else a line per 25 %."""
-
-    def __init__(self) -> None:
-        self.live = sys.stdout.isatty()
-        self.shown = -1
-
-    def see(self, line: str) -> None:
-        """Read a line of the build's output; if it contains a new percentage, show that."""
-        match = re.search(r"\[ *(\d+)%\]", line)
-        if not match or int(match[1]) <= self.shown:
-            return
-        percent = int(match[1])
-        if self.live:
-            print(f"\rhorovod: compiling {percent:3d} %", end="", flush=True)
-            self.shown = percent
-        elif percent >= self.shown + 25:
-            say(f"compiling {percent} %")
-            self.shown = percent
-
-    def end(self) -> None:
-        if self.live and self.shown >= 0:
-            print(flush=True)
-
-
 def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
     """Let pip build the wheel, with all output in the file `log`; return the wheel's path."""
     target = source.parent / "wheel"
@@ -474,26 +407,18 @@ def compile_wheel(source: Path, environment: dict[str, str], log: Path) -> Path:
         sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--verbose",
         "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(target), ".",
     ]  # fmt: skip
-    progress = Progress()
     with log.open("w") as file, subprocess.Popen(
-        command, cwd=source, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
+        command, cwd=source, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:  # fmt: skip
-        assert process.stdout is not None
         try:
-            for line in process.stdout:
-                file.write(line)
-                progress.see(line)
+            process.wait()
         except BaseException:
-            # Kill the process group: pip, cmake, make and the compilers.
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # pip, cmake, make and the compilers
             raise
-        finally:
-            progress.end()
     wheels = list(target.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
         raise BuildError(
-            f"the build of Horovod failed. From {log}:\n{relevant_lines(log.read_text())}"
+            f"the build of Horovod failed. From {log}:\n{relevant_lines(log.read_text(errors='replace'))}"
         )
     return wheels[0]
 
@@ -515,12 +440,8 @@ def make_wheel(machine: Machine, cache: Path, jobs: int) -> Path:
     cmake = find_cmake()
     home = cache / machine.key()
     home.mkdir(exist_ok=True)
-    check_space(home, CACHE_BYTES, "Free some space, or set XDG_CACHE_HOME to another folder.")
-    temporary = Path(tempfile.gettempdir())
-    check_space(temporary, BUILD_BYTES, "Free some space, or set TMPDIR to another folder.")
     with tempfile.TemporaryDirectory(prefix="hvd_adpsgd-") as scratch_name:
         scratch = Path(scratch_name)
-        check_cxx17(machine.cxx, scratch)
         source = unpack(fetch_sdist(cache, scratch), scratch)
         say(f"compiling with {jobs} jobs: a minute or two, log in {home / 'build.log'}")
         start = time.monotonic()
@@ -557,7 +478,6 @@ def build(jobs: int, rebuild: bool, only_wheel: bool) -> None:
         rebuild: build a new wheel, even if one is installed or cached.
         only_wheel: print the wheel's path instead of installing it.
     """
-    check_python()
     machine = find_machine()
     version = f"{VERSION}+{local_version(machine)}"
     if installed_version("horovod") == version and not rebuild and not only_wheel:
