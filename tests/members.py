@@ -113,9 +113,10 @@ def share_memory(members: list[Member], rings: bool) -> list[np.ndarray]:
     memory = [np.zeros(Loop.shared_nbytes(CHUNK_NBYTES), np.uint8) for _ in range(MEMBERS)]
     for member in members:
         own = memory[member.rank].ctypes.data
-        near = [m.rank for m in members if m is not member]
+        near = {m.rank: m for m in members if m is not member}
         places = [memory[rank].ctypes.data if rank in near else 0 for rank in range(MEMBERS)]
-        member.loop.share(own, places)
+        models = [near[rank].model.place if rank in near else (0, 0) for rank in range(MEMBERS)]
+        member.loop.share(own, places, *zip(*models, strict=True))
         if rings:
             at = Loop.doorbell_at(CHUNK_NBYTES)
             member.loop.hear(own + at, [place and place + at for place in places])

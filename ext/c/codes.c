@@ -198,7 +198,7 @@ static const void *at(const void *x, int64_t nbytes) { return x ? (const char *)
 static int read_block(Numbers *x, const adpsgd_model *m, int sums, int64_t start, int64_t n) {
   const int64_t size = adpsgd_itemsize(m->dtype), wide = adpsgd_itemsize(sums);
   return adpsgd_snapshot(m->dtype, sums, x, at(m->base, start * size), at(m->first, start * wide),
-                         at(m->second, start * wide), NULL, n, 0);
+                         at(m->second, start * wide), n);
 }
 
 /* q = a block in steps. In two factors, because the inverse of a small step is not finite. */

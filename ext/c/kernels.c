@@ -277,10 +277,9 @@ static int snapshot_block(int dtype, int wire, void *out, const void *base, cons
 }
 
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, void *keep, int64_t n, int stream) {
+                    const void *second, int64_t n) {
   const int64_t whole = block_of(adpsgd_slot_dtype(dtype));
   const int from = adpsgd_itemsize(dtype), to = adpsgd_itemsize(wire), wide = adpsgd_slot_itemsize(dtype);
-  Block block;
   int bad = 0;
   if (!first) {
     first = second;
@@ -288,17 +287,9 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
   }
   for (int64_t start = 0; start < n; start += whole) {
     const int64_t count = n - start < whole ? n - start : whole;
-    char *place = (char *)out + start * to;
-    void *near = keep ? (char *)keep + start * to : stream ? (void *)&block : place;
-    if (stream) {
-      ahead(after(mirror, start + whole, from), whole * from);
-      ahead(after(first, start + whole, wide), whole * wide);
-    }
-    bad |= snapshot_block(dtype, wire, near, after(mirror, start, from), after(first, start, wide),
-                          after(second, start, wide), count);
-    if (near != (void *)place) copy_block(place, near, count * to, stream);
+    bad |= snapshot_block(dtype, wire, (char *)out + start * to, after(mirror, start, from),
+                          after(first, start, wide), after(second, start, wide), count);
   }
-  fence(stream);
   return bad;
 }
 

@@ -33,10 +33,10 @@ int adpsgd_slot_dtype(int dtype);
 int adpsgd_slot_itemsize(int dtype);
 
 /* out = mirror + first + second, rounded to the type `wire`; first and second may be NULL. `wire` is
- * `dtype`, the type of sums, or a 16-bit type. `keep`, if not NULL, gets a second copy, in the caches.
- * Returns 1 if any element of out is infinite or not a number, else 0. */
+ * `dtype`, the type of sums, or a 16-bit type. Returns 1 if any element of out is infinite or not a number,
+ * else 0. */
 int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const void *first,
-                    const void *second, void *keep, int64_t n, int stream);
+                    const void *second, int64_t n);
 
 /* `stream` writes past the caches, for models larger than the caches. Stores after the call become visible
  * after the streamed ones. Exception: adpsgd_apply does not order them, because it is called for each of

@@ -212,11 +212,10 @@ class Engine:
             chunk_nbytes = self.config.chunk_kib * 1024
             outbox = OutboxShape(Loop.shared_nbytes(chunk_nbytes), Loop.doorbell_at(chunk_nbytes))
             near = Neighbours(outbox, self._outer.Get_rank(), gather, self.memory.shown)
-            loop.share(near.own, near.outboxes)
+            loop.share(near.own, near.outboxes, near.models, near.areas)
             # over TCP the thread sleeps until a socket has something to read
             if self._connections is None:
                 loop.hear(near.doorbell, near.doorbells)
-            loop.show(near.models, near.areas)
             self._neighbours = near
 
     def _announce(self) -> None:

@@ -14,8 +14,6 @@ def snapshot(
     mirror: Any,
     first: Any = None,
     second: Any = None,
-    keep: Any = None,
-    stream: bool = False,
 ) -> bool: ...
 def merge(
     dtype: int,

@@ -1,4 +1,4 @@
-"""Shared memory between leaders on one host: each maps the others' models and outboxes (data they send)."""
+"""Shared memory between leaders on one host: each maps the others' models and outboxes (differences)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShownModel(NamedTuple):
 
 
 class OutboxShape(NamedTuple):
-    """Sizes of a leader's outbox: chunks that peers on the host read, and a doorbell that wakes its engine.
+    """Sizes of a leader's outbox: differences that peers on the host read, and its engine's doorbell.
 
     Attributes:
         nbytes: size of the outbox, the doorbell included.
@@ -54,11 +54,11 @@ _NOTHING = _Offer("", None, None)
 
 
 class Neighbours:
-    """Outboxes (memory with sent chunks) and models of the leaders on this host, mapped into this process.
+    """Outboxes (differences of models) and models of the leaders on this host, mapped into this process.
 
     All leaders make their Neighbours together: each calls `gather` GATHERS times. Two leaders that cannot map
-    each other's outboxes (different hosts or containers, no room) send their chunks as messages; two that
-    cannot map each other's models, or whose layouts differ, exchange snapshots through the outboxes.
+    both of each other (different hosts or containers, no room), or whose layouts differ, send their chunks as
+    messages.
 
     Args:
         shape: sizes of each leader's outbox.
@@ -70,8 +70,8 @@ class Neighbours:
         own: address of this leader's outbox, 0 if no peer maps it.
         outboxes: by rank, the address at which that leader's outbox is mapped read-only; 0 if not shared.
         doorbell, doorbells: address of this leader's doorbell, and by rank of the others'; 0 if not shared.
-        models: by rank, the address at which that leader's model is mapped; 0 unless both map the other's.
-        areas: by rank, the address at which copy and corrections of that model begin; 0 if not mapped.
+        models: by rank, the address at which that leader's model is mapped; 0 if not shared.
+        areas: by rank, the address at which copy and corrections of that model begin; 0 if not shared.
     """
 
     GATHERS = 2
@@ -101,7 +101,10 @@ class Neighbours:
     ) -> None:
         mine = _Offer(host_name(), outbox, model)
         offers = [offer or _NOTHING for offer in gather(mine)]
-        near = [offer if offer.host == mine.host and outbox else _NOTHING for offer in offers]
+        near = [
+            offer if i != me and _is_near(mine, offer) else _NOTHING
+            for i, offer in enumerate(offers)
+        ]
         own = _mapped(outbox, shape.nbytes, True)
         self._outboxes = [_mapped(offer.outbox, shape.doorbell_at, False) for offer in near]
         self._doorbells = [
@@ -109,26 +112,15 @@ class Neighbours:
             for offer in near
         ]
         self._models = [
-            _mapped(offer.model.file, offer.model.nbytes, False)
-            if model and offer.model and _alike(model, offer.model) and i != me
-            else None
-            for i, offer in enumerate(near)
+            _mapped(offer.model.file, offer.model.nbytes, False) if offer.model else None
+            for offer in near
         ]
-        reach = gather(
-            [
-                (outbox is not None and bell is not None, model is not None)
-                for outbox, bell, model in zip(
-                    self._outboxes, self._doorbells, self._models, strict=True
-                )
-            ]
-        )
-        both = [
-            [bool(reach[i] and reach[me][i][k] and reach[i][me][k] and i != me) for k in range(2)]
-            for i in range(len(offers))
-        ]
-        self.outboxes = _addresses(self._outboxes, [sharing for sharing, _ in both])
-        self.doorbells = _addresses(self._doorbells, [sharing for sharing, _ in both])
-        self.models = _addresses(self._models, [sharing and showing for sharing, showing in both])
+        maps = zip(self._outboxes, self._doorbells, self._models, strict=True)
+        reach = gather([all(area is not None for area in areas) for areas in maps])
+        both = [bool(reach[i] and reach[me][i] and reach[i][me]) for i in range(len(offers))]
+        self.outboxes = _addresses(self._outboxes, both)
+        self.doorbells = _addresses(self._doorbells, both)
+        self.models = _addresses(self._models, both)
         area = model.area if model else 0
         self.areas = [address and address + area for address in self.models]
         self._own = own if any(self.outboxes) else None
@@ -136,9 +128,12 @@ class Neighbours:
         self.doorbell = self.own and self.own + shape.doorbell_at
 
 
-def _alike(model: ShownModel, other: ShownModel) -> bool:
-    """Whether each chunk has the same offset in the shared memory of both models."""
-    return (model.fingerprint, model.area) == (other.fingerprint, other.area)
+def _is_near(mine: _Offer, other: _Offer) -> bool:
+    """Whether two leaders are on one host, and each chunk has the same offset in both models."""
+    if not (mine.outbox and other.outbox and mine.model and other.model):
+        return False
+    alike = (mine.model.fingerprint, mine.model.area) == (other.model.fingerprint, other.model.area)
+    return alike and mine.host == other.host
 
 
 def _mapped(

@@ -122,7 +122,7 @@ def test_exchanges_through_memory_do_not_count_as_the_link(wire: str) -> None:
     )
     models = [np.full((cluster.chunks, 256), i, np.float32) for i in range(4)]
     job = job_of(cluster, models, bytes_scale=cluster.model_nbytes / models[0].nbytes)
-    job.share((0, 0, 1, 1), models[0].strides[0], shown=True)
+    job.share((0, 0, 1, 1), models[0].strides[0])
     assert isinstance(job.steer, Steering)
 
     def so_far() -> np.ndarray:

@@ -98,9 +98,9 @@ def drawn(seed: int, wire: str | None, **changes: object) -> Scenario:
 def test_few_bits_keep_the_promises(wire: str) -> None:
     """Between hosts, where messages carry differences; whatever these are, both sides merge the same."""
     for seed in range(200):
-        run(drawn(seed, wire, hosts=(), shown=False))
+        run(drawn(seed, wire, hosts=()))
     for seed in range(20):  # several blocks of a chunk
-        run(drawn(seed, wire, hosts=(), shown=False, elements=600))
+        run(drawn(seed, wire, hosts=(), elements=600))
 
 
 def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:

@@ -64,28 +64,21 @@ MUTANTS = (
         "    pthread_mutex_lock(&e.mailbox.gate)\n    given = e.mailbox.given\n"
         "    pthread_mutex_unlock(&e.mailbox.gate)\n",
         "    given = e.mailbox.given\n",
-        "shared",
+        "pairs",
     ),
     Mutant(
         "an inspection is handed over before it is made",
         "inspect.pyx",
         "    p.inspection = copy_state(e)\n    store(&p.inspection_made, number)\n",
         "    store(&p.inspection_made, number)\n    p.inspection = copy_state(e)\n",
-        "shared",
+        "pairs",
     ),
     Mutant(
         "a counter that is not atomic",
         "lanes.pyx",
         "add(&e.mailbox.counters.chunks, 1)",
         "e.mailbox.counters.chunks += 1",
-        "shared",
-    ),
-    Mutant(
-        "one shared buffer per lane in place of two",
-        "lanes.pyx",
-        "cdef int turn = (lane.index // LANES) % 2",
-        "cdef int turn = 0",
-        "shared",
+        "pairs",
     ),
     Mutant(
         "the wish for a mean without the gate",

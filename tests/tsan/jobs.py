@@ -26,7 +26,6 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.engine.shared_memory import private_memory
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.wire import AnyWire
 from hvd_adpsgd.formats import CHOSEN
@@ -71,11 +70,10 @@ class ThreadEngine(Engine):
         self,
         threads: Threads,
         rank: Rank,
-        shared: list[Any] | None,
         learners: int,
         **options: Any,
     ):
-        self.threads, self.rank, self.shared = threads, rank, shared
+        self.threads, self.rank = threads, rank
         super().__init__(inner=Node(0, learners), outer=rank, **options)
 
     def _make_wire(self) -> AnyWire:
@@ -84,11 +82,6 @@ class ThreadEngine(Engine):
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
         if self._plan.averages_all:
             loop.average_all(True)
-        if self.shared:
-            addresses = [area.ctypes.data for area in self.shared]
-            own = addresses[self.rank.rank]
-            addresses[self.rank.rank] = 0
-            loop.share(own, addresses)
 
 
 class SuperLearner:
@@ -213,14 +206,12 @@ class Job:
         self,
         strategy: str,
         n: int = 3,
-        shared: bool = True,
         follows: bool = False,
         grows: bool = False,
         steps: int = STEPS,
         **options: Any,
     ):
         self.threads = Threads(n)
-        areas = [private_memory(Loop.shared_nbytes(CHUNK_KIB * 1024)) for _ in range(n)]
         often = {"exchanges_per_step": 4.0}
         config = Config(
             chunk_kib=CHUNK_KIB,
@@ -234,7 +225,6 @@ class Job:
             engine = ThreadEngine(
                 self.threads,
                 Rank(i, n),
-                areas if shared else None,
                 2 if follows and i == 0 else 1,
                 plan=parse(strategy).plan(i, n),
                 config=config,
@@ -331,12 +321,10 @@ def until(fact: Callable[[], bool]) -> None:
 
 
 JOBS: dict[str, Callable[[], None]] = {
-    "shared": lambda: Job("random_pairs").run(),
-    "sent": lambda: Job("random_ring", shared=False).run(),
-    "few bits": lambda: Job("random_pairs", shared=False, wire_dtype="int8").run(),
-    "chosen bits": lambda: Job(
-        "random_pairs", shared=False, wire_dtype="auto", exchange_share="auto"
-    ).run(),
+    "pairs": lambda: Job("random_pairs").run(),
+    "ring": lambda: Job("random_ring").run(),
+    "few bits": lambda: Job("random_pairs", wire_dtype="int8").run(),
+    "chosen bits": lambda: Job("random_pairs", wire_dtype="auto", exchange_share="auto").run(),
     "node": lambda: Job("random_pairs", follows=True).run(),
     "grows": lambda: Job("random_pairs", grows=True).run(),
     # steps leave out chunks, and copy those that the next exchange moves

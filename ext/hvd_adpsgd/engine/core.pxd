@@ -23,8 +23,8 @@ from hvd_adpsgd.engine.wire cimport Clock, Transfer, Wire
 cdef enum:
     LANES = 8               # chunks of one exchange or mean in flight at once
     SPARES = 2              # private buffers of exchanges that are over, kept for later exchanges; at most
-    SETS = 8                # sets of exchange buffers in the memory that an engine shares on its host
-    STAMP = 64              # bytes before each buffer in shared memory: they name the exchange and the chunk
+    SETS = 8                # sets of buffers for differences in the memory that an engine shares on its host
+    STAMP = 64              # bytes before each of these buffers: they name the exchange and the chunk
 
 # ---- control -------------------------------------------------------------------------------
 
@@ -73,21 +73,20 @@ cdef enum Phase:
     IDLE = 0                # the exchange is over: it returns to the pool at the end of the poll
     ASKED = 1
     RUNNING = 2
-    CLOSING = 3             # all chunks are merged; with shared memory: the peer may still read our snapshots
+    CLOSING = 3             # all chunks are merged; with shared memory: the peer may still read our differences
     BROKEN = 4              # the peer has failed; the wire may still use the buffers
 
-cdef struct Place:          # where in the sender's shared memory the snapshot or the difference of a chunk is
+cdef struct Place:          # where in the sender's shared memory the difference of a chunk is
     int64_t offset
-    int64_t nbytes          # 0: the snapshot or the difference was not finite
-    int64_t step            # of a difference: the step of the receiver's model in it
+    int64_t nbytes          # 0: the difference was not finite
+    int64_t step            # of the receiver's model in it
 
 cdef enum Way:              # how the two sides of an exchange average a chunk
     SENT = 0                # each side sends its snapshot
-    WRITTEN = 1             # each side writes its snapshot to shared memory, and sends its Place
-    COMPARES = 2            # this side reads the peer's model in shared memory, and writes the difference
-    AWAITS = 3              # the peer writes the difference, and this side waits for its Place
-    OFFERS = 4              # this side sends its snapshot in few bits, and waits for the difference
-    ANSWERS = 5             # the peer sends its snapshot, and this side answers with the difference
+    COMPARES = 1            # this side reads the peer's model in shared memory, and writes the difference
+    AWAITS = 2              # the peer writes the difference, and this side waits for its Place
+    OFFERS = 3              # this side sends its snapshot in few bits, and waits for the difference
+    ANSWERS = 4             # the peer sends its snapshot, and this side answers with the difference
 
 cdef struct Lane:
     bint busy
@@ -101,11 +100,10 @@ cdef struct Lane:
     int index               # position of the chunk in the exchange
     int chunk
     int64_t step
-    char* out
-    char* keep              # our snapshot, in the caches; with shared memory a copy: `out` bypasses them
-    char* inp
-    Place here              # with shared memory: where our snapshot or difference is
-    Place there             # ... and the peer's
+    char* out               # our snapshot or answer, for the wire
+    char* inp               # the peer's
+    Place here              # with shared memory: where our difference is
+    Place there             # ... or the peer's
     Transfer sending
     Transfer receiving
 
@@ -143,7 +141,7 @@ cdef struct Exchange:
     int64_t elements        # of which it is a sum
     int64_t nbytes
     char* buffers           # buffers in private memory, or NULL
-    int set                 # index of the set of buffers in shared memory, or NOBODY
+    int set                 # index of the set of buffers for differences in shared memory, or NOBODY
     Transfer last_sending
     Transfer last_receiving
     Lane lanes[LANES]
@@ -187,7 +185,7 @@ cdef struct Pairs:
     char* shared            # this engine's memory that peers on the host map, or NULL
     int64_t shared_nbytes
     bint changing           # in this turn a peer was changing a chunk that this side compares: poll soon
-    Neighbour* neighbours   # outboxes and models of peers, by rank. NULL if no peer shares memory
+    Neighbour* neighbours   # differences and models of peers, by rank. NULL if no peer shares memory
     bint all_ring           # all peers ring our doorbell when they send something
     bint taken[SETS]        # which sets of buffers in shared memory are in use
 

@@ -24,7 +24,7 @@ cdef extern from "kernels.h" nogil:
     int adpsgd_slot_dtype(int dtype)
     int adpsgd_slot_itemsize(int dtype)
     int adpsgd_snapshot(int dtype, int wire, void* out, const void* mirror, const void* first,
-                        const void* second, void* keep, int64_t n, int stream)
+                        const void* second, int64_t n)
     double adpsgd_merge(int dtype, int wire, void* correction, const void* received,
                         const void* sent, double weight, int64_t n, int fresh, int stream)
     int adpsgd_half_difference(int sums, int wire, void* half, const adpsgd_model* mine, const adpsgd_model* theirs,

@@ -45,8 +45,7 @@ cdef int64_t slot_elements(const unsigned char[::1] buffer, int dtype) except -1
 
 
 def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::1] mirror,
-             const unsigned char[::1] first=None, const unsigned char[::1] second=None,
-             unsigned char[::1] keep=None, bint stream=False):
+             const unsigned char[::1] first=None, const unsigned char[::1] second=None):
     """out = mirror + first + second, in the element type `wire`.
 
     Returns True if out holds an Inf or a NaN."""
@@ -54,7 +53,7 @@ def snapshot(int dtype, int wire, unsigned char[::1] out, const unsigned char[::
     if elements(out, wire) != n:
         raise ValueError("out and mirror differ in length")
     return bool(adpsgd_snapshot(dtype, wire, <void*>pointer(out), pointer(mirror), pointer(first),
-                                pointer(second), <void*>pointer(keep), n, stream))
+                                pointer(second), n))
 
 
 def merge(int dtype, int wire, unsigned char[::1] correction, const unsigned char[::1] received,

@@ -2,19 +2,17 @@
 # Why compiled: it runs on the engine's thread, without the GIL.
 """The chunks of an exchange are sent, received and merged, LANES chunks in flight, each in a lane of its own.
 
-On one host the wire does not carry chunks: the snapshot is written into memory that the peer has mapped, and the
-message names the place. A lane alternates between two such buffers: while chunk c + LANES is written to one,
-the peer may still read chunk c from the other. The peer's message about chunk c + LANES shows that it has
-merged chunk c, so chunk c + 2 LANES may overwrite that. A last empty message shows that all chunks are
-merged.
-
-If both sides let the other one read their models (store.pyx), one side computes the difference for both; the
-sides alternate from chunk to chunk:
+On one host both sides let the other one read their models (store.pyx), and one side computes the difference for
+both; the sides alternate from chunk to chunk:
 
     awaits                        compares
     ready ------------------->    write half of the difference of the two models into shared memory;
                                   merge it
     merge it     <------------    the place of the difference, and the step of the awaiting side's model
+
+A lane has one buffer for differences. A side is ready for a chunk when its lane is free, so it has merged the
+difference that the peer's lane wrote before. A last empty message shows that all chunks are merged. Chunks of
+parameters that were added later cannot be read in place: they go over the wire.
 
 In few bits (codes.h) the same over the wire, whose bytes count there:
 
@@ -41,7 +39,7 @@ from hvd_adpsgd.engine.windows cimport chunk_of, note_distance, stands_for
 from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
 cdef struct Waits:          # whether an older chunk of the exchange still waits, for each kind of event
-    bint receive            # ... for the peer's snapshot, its Place, or `ready`
+    bint receive            # ... for the peer's snapshot, or `ready`
     bint answer             # ... for the Place of a difference
     bint compare            # ... for a comparison
     bint send               # ... for the end of a send
@@ -83,7 +81,7 @@ cdef int64_t oldest_step(Exchange* x) noexcept nogil:
 # ---- a chunk begins ----------------------------------------------------------------------
 
 cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
-    """Begin the next chunk: post its receive, and send a snapshot, its Place, or `ready`.
+    """Begin the next chunk: post its receive, and send a snapshot or `ready`.
 
     Return False if no chunk may begin now, or if a transfer could not be posted."""
     cdef Lane* lane = &x.lanes[x.next % LANES]
@@ -106,8 +104,6 @@ cdef bint start_lane(Core* e, Exchange* x) noexcept nogil:
         store(&e.mailbox.in_flight_step, min(load(&e.mailbox.in_flight_step), e.mailbox.orders.step))
     if lane.way == SENT:
         good = start_sent(e, x, lane, nbytes)
-    elif lane.way == WRITTEN:
-        good = start_written(e, x, lane, nbytes)
     elif lane.way == OFFERS:
         good = start_offer(e, x, lane)
     elif lane.way == ANSWERS:
@@ -124,10 +120,8 @@ cdef Way way_of(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     cdef bint first = x.active == (lane.index % 2 == 0)
     if x.set == NOBODY and x.wire_format >= ADPSGD_DTYPES:    # by number too: each side is to offer each chunk now and then
         return OFFERS if first == (x.number % 2 == 0) else ANSWERS
-    if x.set == NOBODY:
+    if x.set == NOBODY or lane.chunk >= e.memory.shown:
         return SENT
-    if e.pairs.neighbours[x.peer].lives == NULL or lane.chunk >= e.memory.shown:
-        return WRITTEN
     return COMPARES if first else AWAITS
 
 
@@ -146,23 +140,9 @@ cdef bint start_sent(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept 
     receive(e.wire, &lane.receiving, lane.inp, <int>nbytes, x.peer, x.channel)
     if not posted(e, x.peer, &lane.receiving):
         return False
-    lane.void = memory_snapshot(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, False, lane.out,
-                                NULL, &lane.step)       # in the caches: the wire and the merge read it
+    lane.void = memory_snapshot(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, lane.out, &lane.step)
     lane.nbytes_sent = 0 if lane.void else <int>nbytes
     send(e.wire, &lane.sending, lane.out, lane.nbytes_sent, x.peer, x.channel)
-    return posted(e, x.peer, &lane.sending)
-
-
-cdef bint start_written(Core* e, Exchange* x, Lane* lane, int64_t nbytes) noexcept nogil:
-    """Write the snapshot to shared memory and send its Place."""
-    receive(e.wire, &lane.receiving, &lane.there, sizeof(Place), x.peer, x.channel)
-    if not posted(e, x.peer, &lane.receiving):
-        return False
-    take_place(e, x, lane)
-    lane.void = memory_snapshot(e.memory, lane.chunk, x.wire_format, e.pairs.offered_only, True,
-                                lane.out + STAMP, lane.keep, &lane.step)
-    lane.here.nbytes = 0 if lane.void else nbytes
-    send(e.wire, &lane.sending, &lane.here, sizeof(Place), x.peer, x.channel)
     return posted(e, x.peer, &lane.sending)
 
 
@@ -201,13 +181,12 @@ cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     return posted(e, x.peer, &lane.sending)
 
 
-cdef void take_place(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Choose the buffer in our shared memory for a chunk, and write its stamp."""
-    cdef int turn = (lane.index // LANES) % 2
-    lane.here.offset = (2 * (x.set * LANES + lane.index % LANES) + turn) * (e.pairs.lane_nbytes + STAMP)
-    lane.out = e.pairs.shared + lane.here.offset
-    store(<int64_t*>lane.out, stamp_of(x, lane.chunk, True))
-    fence()         # the stamp before the chunk: a late reader of any part of the chunk must find its stamp
+cdef char* take_place(Core* e, Exchange* x, Lane* lane) noexcept nogil:
+    """Choose the buffer in our shared memory for a difference, write its stamp, and return the address behind it."""
+    lane.here.offset = (x.set * LANES + lane.index % LANES) * (e.pairs.lane_nbytes + STAMP)
+    store(<int64_t*>(e.pairs.shared + lane.here.offset), stamp_of(x, lane.chunk, True))
+    fence()         # the stamp before the difference: a late reader of any part of that must find its stamp
+    return e.pairs.shared + lane.here.offset + STAMP
 
 
 cdef int64_t stamp_of(Exchange* x, int chunk, bint ours) noexcept nogil:
@@ -258,36 +237,30 @@ cdef bint advance_lane(Core* e, Exchange* x, Lane* lane, Waits* waits) noexcept 
 
 
 cdef void note_received(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Process the peer's message about a chunk: a snapshot, a Place, or `ready`."""
-    if lane.way == COMPARES:
-        return
-    if lane.way == SENT or lane.way == OFFERS or lane.way == ANSWERS:
+    """Process the peer's message about a chunk: a snapshot, the Place of a difference, or `ready`."""
+    if lane.way == AWAITS:
+        lane.nbytes = nbytes_at(e, x.peer, lane)
+        lane.step = lane.there.step
+    elif lane.way != COMPARES:
         lane.nbytes = lane.receiving.nbytes
         add(&e.mailbox.counters.bytes_received, lane.nbytes)
-    else:
-        lane.nbytes = open_place(e, x.peer, lane)
-    if lane.way == AWAITS:
-        lane.step = lane.there.step
 
 
-cdef int open_place(Core* e, int peer, Lane* lane) noexcept nogil:
-    """Set lane.inp to the peer's chunk in its shared memory.
-
-    Return nbytes, 0 if the Place is out of bounds."""
+cdef int nbytes_at(Core* e, int peer, Lane* lane) noexcept nogil:
+    """Return the bytes of the difference that the peer has written, 0 if its Place is out of bounds."""
     cdef int64_t last = e.pairs.shared_nbytes - e.pairs.lane_nbytes - STAMP
     if lane.there.offset < 0 or lane.there.offset > last or not (
             0 <= lane.there.nbytes <= e.pairs.lane_nbytes):
         latch(&e.mailbox, FAULT_LAYOUT, 0, peer)
         return 0
-    lane.inp = mapped(e, peer) + lane.there.offset + STAMP
     return <int>lane.there.nbytes
 
 
 # ---- merging -----------------------------------------------------------------------------
 
 cdef bint stamped(Core* e, Exchange* x, Lane* lane) noexcept nogil:
-    """Whether shared memory still holds the peer's chunk; else the peer has taken this engine for failed."""
-    if x.set == NOBODY or load(<int64_t*>(lane.inp - STAMP)) == stamp_of(x, lane.chunk, False):
+    """Whether shared memory still holds the peer's difference; else the peer has taken this engine for failed."""
+    if load(<int64_t*>(mapped(e, x.peer) + lane.there.offset)) == stamp_of(x, lane.chunk, False):
         return True
     latch(&e.mailbox, FAULT_FENCED, 0, x.peer)
     return False
@@ -307,16 +280,17 @@ cdef bint merge_lane(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     if nbytes != 0 and nbytes != memory_nbytes(e.memory, lane.chunk, x.wire_format):
         latch(&e.mailbox, FAULT_LAYOUT, 0, x.peer)     # the two models have different chunks
         nbytes = 0
-    if lane.void or nbytes == 0 or not stamped(e, x, lane):
+    if lane.void or nbytes == 0 or lane.way == AWAITS and not stamped(e, x, lane):
         x.nbytes -= memory_nbytes(e.memory, lane.chunk, x.wire_format) if lane.way == AWAITS else 0
         leave_out(e, lane)
         return True
     began = now(e)
     if lane.way == AWAITS:
-        square = memory_merge_half(e.memory, lane.chunk, x.wire_format, e.pairs.weight, lane.inp)
+        square = memory_merge_half(e.memory, lane.chunk, x.wire_format, e.pairs.weight,
+                                   mapped(e, x.peer) + lane.there.offset + STAMP)
+        stamped(e, x, lane)
     else:
-        square = memory_merge(e.memory, lane.chunk, x.wire_format, e.pairs.weight, lane.inp, lane.keep)
-    stamped(e, x, lane)
+        square = memory_merge(e.memory, lane.chunk, x.wire_format, e.pairs.weight, lane.inp, lane.out)
     count_merge(e, x, lane, square, began)
     return True
 
@@ -358,10 +332,9 @@ cdef bint compare(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     cdef int64_t nbytes = memory_nbytes(e.memory, lane.chunk, x.wire_format)
     cdef double square, began = now(e)
     cdef Compared found
-    take_place(e, x, lane)
+    cdef char* near = x.buffers + 2 * LANES * e.pairs.room      # of all lanes: it stays in the caches
     found = memory_compare(e.memory, &e.pairs.neighbours[x.peer], lane.chunk, x.wire_format, e.pairs.offered_only,
-                           e.pairs.weight, lane.out + STAMP, x.buffers + e.pairs.room, &lane.step,
-                           &lane.here.step, &square)
+                           e.pairs.weight, take_place(e, x, lane), near, &lane.step, &lane.here.step, &square)
     if found == CHANGING:
         e.pairs.changing = True
         return False
@@ -385,7 +358,7 @@ cdef void count_merge(Core* e, Exchange* x, Lane* lane, double square, double be
     x.elements += memory_elements(e.memory, lane.chunk)
     note_distance(e, lane.chunk, square)
     add(&e.mailbox.counters.chunks, 1)
-    if x.set != NOBODY:
+    if lane.way == COMPARES or lane.way == AWAITS:
         add(&e.mailbox.counters.bytes_shared, lane.nbytes)
     add(&e.mailbox.counters.staleness[max(0, min(stale, HISTOGRAM - 1))], 1)
     record(&e.mailbox, event)

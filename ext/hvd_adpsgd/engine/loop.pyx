@@ -23,7 +23,7 @@ from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_in
 from hvd_adpsgd.engine.kernels cimport ADPSGD_INT16
 from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, open_mean, release_mean
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
-from hvd_adpsgd.engine.pairs cimport close_pairs, open_pairs, release_pairs, take_failures
+from hvd_adpsgd.engine.pairs cimport close_pairs, mapped, open_pairs, release_pairs, take_failures
 from hvd_adpsgd.engine.partners cimport open_speeds
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
@@ -175,8 +175,8 @@ cdef bint is_woken(Core* e) noexcept nogil:
 
 
 cdef inline bint shares(Core* e, int peer) noexcept nogil:
-    """Whether a peer shares memory with this engine."""
-    return e.pairs.neighbours != NULL and e.pairs.neighbours[peer].outbox != NULL
+    """Whether all chunks of an exchange with a peer go through shared memory."""
+    return mapped(e, peer) != NULL and generation(e).nchunks <= e.memory.shown
 
 
 cdef double longest_poll(Core* e, Rhythm* r, double lull) noexcept nogil:
@@ -272,7 +272,7 @@ cdef void* engine_main(void* argument) noexcept nogil:
 # ---- the trainer's side --------------------------------------------------------------------
 
 cdef inline int64_t buffers_nbytes(int64_t lane_nbytes) noexcept nogil:
-    return 2 * SETS * LANES * (lane_nbytes + STAMP)
+    return SETS * LANES * (lane_nbytes + STAMP)
 
 
 cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noexcept:
@@ -376,12 +376,13 @@ cdef class Loop:
         e.generations[e.ngenerations].fingerprint = fingerprint
         store(&e.ngenerations, e.ngenerations + 1)
 
-    def share(self, uintptr_t own, addresses):
+    def share(self, uintptr_t own, outboxes, lives, areas):
         """Exchange chunks with peers on this host through shared memory; before start.
 
         Args:
             own: address of this engine's shared memory, of shared_nbytes.
-            addresses: of each peer's shared memory as mapped here, by rank; 0: none.
+            outboxes: of each peer's shared memory as mapped here, by rank; 0: none.
+            lives, areas: what each peer has passed to its Store.show, as mapped here; 0: none.
         """
         cdef Pairs* p = &self.core.pairs
         cdef int i
@@ -391,7 +392,9 @@ cdef class Loop:
         p.shared = <char*>own
         p.shared_nbytes = buffers_nbytes(p.lane_nbytes)
         for i in range(self.core.wire.size):
-            p.neighbours[i].outbox = <char*><uintptr_t>addresses[i]
+            p.neighbours[i].outbox = <char*><uintptr_t>outboxes[i]
+            p.neighbours[i].lives = <char*><uintptr_t>lives[i]
+            p.neighbours[i].area = <char*><uintptr_t>areas[i]
 
     def hear(self, uintptr_t own, addresses):
         """Let engines that share memory wake each other when they send something; before start, after `share`.
@@ -412,18 +415,6 @@ cdef class Loop:
         for i in range(e.wire.size):
             e.wire.doorbells[i] = <Doorbell*><uintptr_t>addresses[i] if i != e.wire.rank else NULL
         e.pairs.all_ring = all(addresses[i] for i in range(e.wire.size) if i != e.wire.rank)
-
-    def show(self, lives, areas):
-        """Read the models of peers that share memory in place; after `share`, on both sides or on neither.
-
-        Args:
-            lives, areas: what each peer has passed to its Store.show, as mapped here, by rank; 0: none.
-        """
-        cdef Pairs* p = &self.core.pairs
-        cdef int i
-        for i in range(self.core.wire.size):
-            p.neighbours[i].lives = <char*><uintptr_t>lives[i]
-            p.neighbours[i].area = <char*><uintptr_t>areas[i]
 
     @staticmethod
     def shared_nbytes(int64_t lane_nbytes):

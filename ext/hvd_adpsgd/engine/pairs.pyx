@@ -134,7 +134,7 @@ cdef char* mapped(Core* e, int peer) noexcept nogil:
 
 
 cdef char* take_buffers(Pairs* p) noexcept nogil:
-    """Return private buffers for an exchange, aligned to cache lines for stores past the caches."""
+    """Return private buffers for an exchange, two for each lane and one for all, aligned to cache lines for stores past the caches."""
     cdef int i
     cdef char* buffers
     for i in range(SPARES):
@@ -142,7 +142,7 @@ cdef char* take_buffers(Pairs* p) noexcept nogil:
             buffers = p.spares[i]
             p.spares[i] = NULL
             return buffers
-    return <char*>aligned_alloc(64, 2 * LANES * p.room)
+    return <char*>aligned_alloc(64, (2 * LANES + 1) * p.room)
 
 
 cdef void return_buffers(Pairs* p, Exchange* x) noexcept nogil:
@@ -184,7 +184,7 @@ cdef bint allocate(Core* e, Exchange* x) noexcept nogil:
     if x.buffers == NULL:
         return False
     for i in range(LANES):
-        x.lanes[i].keep = x.lanes[i].out = x.buffers + 2 * i * p.room
+        x.lanes[i].out = x.buffers + 2 * i * p.room
         x.lanes[i].inp = x.lanes[i].out + p.room
         x.lanes[i].sending.in_use = x.lanes[i].receiving.in_use = False
     x.last_sending.in_use = x.last_receiving.in_use = False

@@ -23,9 +23,9 @@ cdef struct Live:           # shared description of a chunk, with which peers on
     int second
 
 cdef struct Neighbour:      # memory of a peer on the host, mapped here; chunks have the same offsets as ours
-    char* lives             # a Live of each chunk; NULL: the peer's model cannot be read
+    char* lives             # a Live of each chunk; NULL: the peer shares no memory, and chunks go over the wire
     char* area              # the peer's mirror and slots
-    char* outbox            # the peer's exchange buffers; NULL: chunks go over the wire
+    char* outbox            # the differences that the peer computes
     void (*meanwhile)(Neighbour*, int chunk) noexcept nogil     # a simulator's: called while a chunk is read
     void* simulated         # data of the simulator
 
@@ -98,10 +98,8 @@ cdef inline int published_slot(Memory* m, int opened) noexcept nogil:
 
 cdef int64_t memory_elements(Memory* m, int chunk) noexcept nogil
 cdef int64_t memory_nbytes(Memory* m, int chunk, int wire) noexcept nogil
-cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, bint stream, void* out, void* keep,
-                            int64_t* step) noexcept nogil
-cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
-                         int64_t* step) noexcept nogil
+cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, void* out, int64_t* step) noexcept nogil
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void* out, int64_t* step) noexcept nogil
 cdef void memory_leave_out(Memory* m, int chunk) noexcept nogil
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
                          const void* sent) noexcept nogil

@@ -166,21 +166,19 @@ cdef adpsgd_model own_model(Memory* m, Chunk* c, bint offered_only) noexcept nog
     return sum_of(c, &found, c.mirror, c.slot)
 
 
-cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, bint stream, void* out, void* keep,
-                            int64_t* step) noexcept nogil:
+cdef int memory_snapshot_as(Memory* m, int chunk, int dtype, bint offered_only, void* out, int64_t* step) noexcept nogil:
     """out = mirror + corrections that the mirror lacks, as `dtype`. Returns 1 if out is not finite."""
     cdef Chunk* c = lease(m, chunk)
     cdef adpsgd_model model = own_model(m, c, offered_only)
-    cdef int bad = adpsgd_snapshot(model.dtype, dtype, out, model.base, model.first, model.second, keep, c.count, stream)
+    cdef int bad = adpsgd_snapshot(model.dtype, dtype, out, model.base, model.first, model.second, c.count)
     step[0] = c.step
     end_lease(c)
     return bad
 
 
-cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, bint stream, void* out, void* keep,
-                         int64_t* step) noexcept nogil:
+cdef int memory_snapshot(Memory* m, int chunk, int wire, bint offered_only, void* out, int64_t* step) noexcept nogil:
     """out = mirror + corrections that it lacks, in the type on the wire. Returns 1 if out is not finite."""
-    return memory_snapshot_as(m, chunk, wire_type(chunk_at(m, chunk), wire), offered_only, stream, out, keep, step)
+    return memory_snapshot_as(m, chunk, wire_type(chunk_at(m, chunk), wire), offered_only, out, step)
 
 
 cdef double memory_merge(Memory* m, int chunk, int wire, double weight, const void* received,
@@ -347,7 +345,7 @@ cdef int memory_share(Memory* m, int chunk, bint offered_only, void* share, int6
     The same if a number is so large that its distance from the mean may not be finite: then the chunk of this
     super learner is left out of the mean."""
     cdef Chunk* c = chunk_at(m, chunk)
-    cdef int bad = memory_snapshot_as(m, chunk, adpsgd_slot_dtype(c.dtype), offered_only, False, share, NULL, step)
+    cdef int bad = memory_snapshot_as(m, chunk, adpsgd_slot_dtype(c.dtype), offered_only, share, step)
     bad = bad or adpsgd_any_large(adpsgd_slot_dtype(c.dtype), share, c.count)
     if bad:
         memset(share, 0, c.count * adpsgd_slot_itemsize(c.dtype))
@@ -751,7 +749,7 @@ cdef class Store:
 
         Returns (finite, step)."""
         cdef int64_t step = 0
-        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, False, &out[0], NULL, &step)
+        cdef int bad = memory_snapshot(&self.memory, chunk, wire, offered_only, &out[0], &step)
         return not bad, step
 
     def share(self, int chunk, unsigned char[::1] out):

@@ -10,8 +10,8 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
-# Chunks in the outbox, the shared memory in which leaders of the same host read a leader's chunks.
-OUTBOX_CHUNKS = 2 * 8 * 8
+# Chunks in the outbox, the shared memory in which leaders of the same host read differences of models.
+OUTBOX_CHUNKS = 8 * 8
 LEAST_SHARED_BYTES = 64 * MIB
 SLOW_MBITS = 1000
 HOROVOD_TESTED = "0.28.1"

@@ -71,10 +71,10 @@ def loops_of(dtype: str, count: int) -> list[tuple[str, tuple[int, Callable[[], 
     a, b, c, d = own
     first, second = slots
     return [
-        ("snapshot", (2 * n, lambda: kernels.snapshot(code, code, c, a, stream=True))),
+        ("snapshot", (2 * n, lambda: kernels.snapshot(code, code, c, a))),
         (
             "snapshot_pending",
-            (2 * n + w, lambda: kernels.snapshot(code, code, c, a, first, stream=True)),
+            (2 * n + w, lambda: kernels.snapshot(code, code, c, a, first)),
         ),
         (
             "merge",

@@ -32,8 +32,7 @@ class Exploration:
         deadlines, retries: how often deadlines, and pauses before retries, may elapse while other events are
             still possible.
         completion: when sends are complete: AT_ONCE, WITH_RECEIPT or AT_ANY_TIME.
-        shared: whether the super learners are on one host and share memory.
-        shown: whether super learners also read each other's models directly in shared memory.
+        shared: whether the super learners are on one host and read each other's models in shared memory.
         ends: whether the end of a super learner's process is reported to the others after it has left.
         ring: each super learner asks its successor first; else the lowest other rank, so that asks cross.
     """
@@ -47,7 +46,6 @@ class Exploration:
     retries: int = 0
     completion: int = AT_ONCE
     shared: bool = False
-    shown: bool = False
     ends: bool = False
     ring: bool = False
 
@@ -72,7 +70,6 @@ class Exploration:
             chunks=self.chunks,
             completion=self.completion,
             shared=self.shared,
-            shown=self.shown,
             crashes=self.crashes,
             suspicions=self.suspicions,
             retries=self.retries,
@@ -129,7 +126,7 @@ def table(explored: Iterable[Explored]) -> str:
             job.suspicions,
             job.deadlines,
             ("at once", "with receipt", "at any time")[job.completion],
-            "shown" if job.shown else "shared" if job.shared else "own",
+            "shared" if job.shared else "own",
             f"{found.states:,}",
             f"{found.transitions:,}",
             found.deepest,
@@ -147,7 +144,6 @@ IN_BRIEF = (
     Exploration("two-crash", ("ol", "ol"), chunks=2, crashes=1),
     Exploration("two-cut", ("ol", "ol"), chunks=2, deadlines=1, completion=WITH_RECEIPT),
     Exploration("two-shared-memory", ("ol", "ol"), chunks=2, crashes=1, shared=True),
-    Exploration("two-shown", ("ol", "ol"), chunks=2, crashes=1, shared=True, shown=True),
     Exploration("two-suspicion", ("ol", "ol"), suspicions=1),
     Exploration("two-pause", ("ozrol", "ol")),
     Exploration("three", TRIO),
@@ -161,12 +157,7 @@ AT_LENGTH = (
     Exploration(
         "two-shared-memory-cut", ("ol", "ol"), chunks=2, crashes=1, deadlines=2, shared=True
     ),
-    Exploration(
-        "two-shown-cut", ("ol", "ol"), chunks=2, crashes=1, deadlines=2, shared=True, shown=True
-    ),
-    Exploration(
-        "two-shown-suspicion", ("ol", "ol"), chunks=2, suspicions=1, shared=True, shown=True
-    ),
+    Exploration("two-shared-memory-suspicion", ("ol", "ol"), chunks=2, suspicions=1, shared=True),
     Exploration("two-sends-at-any-time", ("ol", "ol"), chunks=1, completion=AT_ANY_TIME),
     Exploration("two-one-fails", ("ob", "ol"), chunks=2, crashes=1, ends=True),
     Exploration("two-suspicion-and-cut", ("ol", "ol"), chunks=2, suspicions=1, deadlines=1),

@@ -15,7 +15,6 @@ class Explorer:
         weight: float = 0.5,
         completion: int = 0,
         shared: bool = False,
-        shown: bool = False,
         crashes: int = 0,
         suspicions: int = 0,
         retries: int = 0,

@@ -192,10 +192,10 @@ class Scenario:
         detect_s: time in seconds within which each peer detects the end of a process.
         leave_deadline_s: the option of this name.
         learners: the super learners.
-        hosts: the host of each super learner; super learners of one host share memory. (): no shared memory.
+        hosts: the host of each super learner; super learners of one host read each other's models in
+            shared memory. (): no shared memory.
         faults: the faults, in any order.
         reports_s: seconds between two messages with which a super learner sends reports to a peer; 0: none.
-        shown: whether super learners of one host read each other's models directly in shared memory.
         rare_period: chunks with odd numbers move in every so-manyth exchange only.
         prefer: prefer_fast, also of strategies that have no such argument.
         copy_every: steps between two copies of a chunk without a correction to the engine.
@@ -220,7 +220,6 @@ class Scenario:
     hosts: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     reports_s: float = 0.0
-    shown: bool = False
     late_control: float = 0.0
     rare_period: int = 1
     prefer: float = 0.0
@@ -343,7 +342,6 @@ class Scenario:
     def __str__(self) -> str:
         """Describe the scenario in a few lines of text."""
         shared = f", hosts {list(self.hosts)}" if self.hosts else ", no shared memory"
-        shared += ", models read where they lie" if self.shown else ""
         lines = [
             f"seed {self.seed}: {self.size} super learners, {self.steps} steps, "
             f"{', '.join(f'{name}={value}' for name, value in self.config.changes(DEFAULTS).items())}",
@@ -485,8 +483,8 @@ def _with_rare_things(s: Scenario, c: Chance) -> Scenario:
         s = dataclasses.replace(s, faults=(*s.faults, Fault(at_s, "suspect", who, (other,))))
     if c.happens(0.3):
         s = s.with_options(exchange_share=c.choose((0.5, 0.25, 0.0625)))
-    if s.hosts and c.happens(0.6):
-        s = dataclasses.replace(s, shown=True)
+    if s.hosts and not c.happens(0.6):
+        s = dataclasses.replace(s, hosts=())
     if c.happens(0.08):
         s = _several_leave(s, c)
     elif c.happens(0.12):
@@ -716,7 +714,7 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
     )
     _add_learners(job, s)
     if s.hosts:
-        job.share(s.hosts, 8 * s.elements, s.shown)
+        job.share(s.hosts, 8 * s.elements)
     if s.processes > n:
         job.expect(functools.partial(member_plans, s.config.averaging), most=s.processes - n)
     for fault in s.faults:

@@ -21,7 +21,6 @@ _PLAIN: dict[str, Any] = {
     "jitter": 0.0,
     "late": 0.0,
     "reports_s": 0.0,
-    "shown": False,
     "rare_period": 1,
     "prefer": 0.0,
     "copy_every": 1,

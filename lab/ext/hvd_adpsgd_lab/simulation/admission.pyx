@@ -33,7 +33,7 @@ from hvd_adpsgd_lab.simulation.chance cimport between, happens, uniform
 from hvd_adpsgd_lab.simulation.network cimport LATE, cut_until, enter
 from hvd_adpsgd_lab.simulation.newcomers cimport Admission, Newcomers, is_in_stage, open_next
 from hvd_adpsgd_lab.simulation.promises cimport check_joined, check_moved
-from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory, show_models
+from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory
 from hvd_adpsgd_lab.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
 from hvd_adpsgd_lab.simulation.trainers cimport absorb, begin_rest, follow, leave_job, refresh
 
@@ -166,8 +166,6 @@ cdef int make_engines(JobState job) except -1:
     job.n += len(numbers)
     if job.hosts is not None:
         share_memory(job, first, len(numbers), options.chunk_nbytes)
-        if job.shown:
-            show_models(job, first, len(numbers))
     job.seats[m.newcomer] = m.places[m.newcomer]
     job.actors[m.places[m.newcomer]].dead = m.newcomer_lost
     return 0

@@ -10,7 +10,7 @@ departure came at once.
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from hvd_adpsgd.engine.core cimport ASKED, BROKEN, LANES, SETS, WRITTEN, Core, Exchange, Lane, Letter, Message
+from hvd_adpsgd.engine.core cimport ASKED, BROKEN, LANES, SENT, SETS, Core, Exchange, Lane, Letter, Message
 from hvd_adpsgd.engine.membership cimport Listener, Membership, departed_nbytes
 from hvd_adpsgd.engine.mailbox cimport load
 from hvd_adpsgd.engine.store cimport Chunk, chunk_at
@@ -57,8 +57,8 @@ cdef uint64_t digest_exchange(Core* e, Exchange* x) noexcept nogil:
 cdef uint64_t digest_lane(uint64_t h, Lane* lane) noexcept nogil:
     h = mixed(h, (<uint64_t>lane.chunk << 8) + (lane.sent << 3) + (lane.received << 2) + (lane.merged << 1) + lane.void)
     h = mixed_transfer(mixed_transfer(h, &lane.sending), &lane.receiving)
-    if not lane.merged and lane.way <= WRITTEN:
-        h = mixed_bytes(h, lane.keep, LANE_NBYTES)
+    if not lane.merged and lane.way == SENT:
+        h = mixed_bytes(h, lane.out, LANE_NBYTES)
         if lane.received:
             h = mixed(mixed_bytes(h, lane.inp, LANE_NBYTES), lane.nbytes)
     return mixed(h, lane.step)

@@ -32,7 +32,7 @@ from hvd_adpsgd_lab.simulation.leftovers cimport take_back
 from hvd_adpsgd_lab.simulation.network cimport ARRIVAL, Entry, Envelope, Network, arrive, bytes_sent, enter, leave
 from hvd_adpsgd_lab.simulation.newcomers cimport Admission, Newcomers, open_next
 from hvd_adpsgd_lab.simulation.promises cimport add_model, check_end, check_over, check_turn
-from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory, show_models
+from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory
 from hvd_adpsgd_lab.simulation.state cimport ACT, COME, LETTER, NEVER, REPORT, STRIKE, Actor, JobState
 from hvd_adpsgd_lab.simulation.streams cimport COUNT, REDIAL, came, read_count
 from hvd_adpsgd_lab.simulation.trainers cimport act, give_up, watch
@@ -134,14 +134,11 @@ cdef class Job(JobState):
         if self.checks:
             self.expected = model + (np.zeros(model.shape, np.float64) if self.expected is None else self.expected)
 
-    def share(self, hosts, int64_t lane_nbytes, bint shown=False):
-        """Let engines with the same number in `hosts` share memory, and with `shown` read their models."""
+    def share(self, hosts, int64_t lane_nbytes):
+        """Let engines with the same number in `hosts` share memory."""
         self.hosts = list(hosts)
+        self.lives = []
         share_memory(self, 0, self.n, lane_nbytes)
-        self.shown = shown
-        if shown:
-            self.lives = []
-            show_models(self, 0, self.n)
 
     def expect(self, plan, model=None, int most=1, bint own_steps=False):
         """Allow more super learners to join the job, one after the other, each at a fault "join" (see `strike`).

@@ -493,8 +493,8 @@ cdef int add_model(JobState job, int i, total) except -1:
             if job.every > 1:           # the mirror may lack updates
                 total[c] += job.models[i][c] + pending(job, i, c)
                 continue
-            if memory_snapshot_as(e.memory, c, FLOAT64 if job.dtype == FLOAT64 else FLOAT32, False, False,
-                                  <void*>address, NULL, &step):
+            if memory_snapshot_as(e.memory, c, FLOAT64 if job.dtype == FLOAT64 else FLOAT32, False,
+                                  <void*>address, &step):
                 buffer[:] = np.where(np.isnan(buffer), job.models[i][c] + pending(job, i, c), buffer)
             total[c] += buffer
         else:

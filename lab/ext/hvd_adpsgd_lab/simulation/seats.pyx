@@ -54,24 +54,13 @@ cdef int make_engine(JobState job, schedule, model, options, bint in_node, int b
 
 cdef int share_memory(JobState job, int first, int size, int64_t lane_nbytes) except -1:
     """Let the engines on one host share memory, among the `size` engines from index `first` on."""
-    cdef int i
-    nbytes = Loop.shared_nbytes(lane_nbytes)
-    own = [np.zeros(nbytes, np.uint8) for _ in range(size)]
-    job.kept.append(own)
-    for i in range(size):
-        near = near_by(job, first, i, size)
-        peers = [each.ctypes.data * there for each, there in zip(own, near)]
-        if any(near):
-            job.loops[first + i].share(own[i].ctypes.data, peers)
-    return 0
-
-
-cdef int show_models(JobState job, int first, int size) except -1:
-    """Let the engines on one host read each other's models in place, among `size` engines from `first` on."""
     cdef int i, j
+    own = [np.zeros(Loop.shared_nbytes(lane_nbytes), np.uint8) for _ in range(size)]
+    job.kept.append(own)
     for i in range(first, first + size):
         before = job.stores.index(job.stores[i])
         job.lives.append(job.lives[before] if before < i else np.zeros(Store.live_nbytes(job.nchunks), np.uint8))
+    outboxes = [each.ctypes.data for each in own]
     lives = [each.ctypes.data for each in job.lives[first:]]
     areas = [mirror.ctypes.data for mirror, *_ in job.areas[first:]]
     for i in range(size):
@@ -79,7 +68,8 @@ cdef int show_models(JobState job, int first, int size) except -1:
         if any(near):
             if not (<Store>job.stores[first + i]).memory.shown:
                 job.stores[first + i].show(lives[i], areas[i])
-            job.loops[first + i].show(*[[at * there for at, there in zip(each, near)] for each in (lives, areas)])
+            maps = [[at * there for at, there in zip(each, near)] for each in (outboxes, lives, areas)]
+            job.loops[first + i].share(outboxes[i], *maps)
             for j in range(size):
                 job.actors[first + i].core.pairs.neighbours[j].meanwhile = change_while_read
                 job.actors[first + i].core.pairs.neighbours[j].simulated = job.net

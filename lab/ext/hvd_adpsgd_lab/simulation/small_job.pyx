@@ -51,15 +51,14 @@ cdef class SmallJob:
         lanes: chunks of one exchange in flight at once.
         weight: weight of an exchange.
         completion: when sends are complete; 0: at once; 1: at their receipt; 2: at any time.
-        shared: engines exchange snapshots through shared memory.
-        shown: engines read each other's models in shared memory.
+        shared: engines read each other's models in shared memory.
         crashes, suspicions: how many there may be.
         retries, deadlines: how often such time may pass although another event is possible.
         ends: wires report the end of an engine that has left.
     """
 
     def __cinit__(self, scripts, schedules, int chunks=2, int lanes=1, double weight=0.5, int completion=0,
-                  bint shared=False, bint shown=False, int crashes=0, int suspicions=0, int retries=0, int deadlines=0, bint ends=False):
+                  bint shared=False, int crashes=0, int suspicions=0, int retries=0, int deadlines=0, bint ends=False):
         cdef int i
         self.n = len(scripts)
         self.scripts = [script.encode() for script in scripts]
@@ -75,7 +74,7 @@ cdef class SmallJob:
         self.areas = np.zeros((self.n, SLOTS + 2, chunks))
         self.full = np.zeros((self.n, SLOTS, chunks), np.uint8)
         self.common = np.zeros((self.n, Loop.shared_nbytes(LANE_NBYTES)), np.uint8) if shared else None
-        self.seen_lives = np.zeros((self.n, Store.live_nbytes(chunks)), np.uint8) if shown else None
+        self.seen_lives = np.zeros((self.n, Store.live_nbytes(chunks)), np.uint8) if shared else None
         self.numbers = <double*><uintptr_t>self.areas.ctypes.data
         self.spans = np.array([[c, 0, c, 0, 1] for c in range(chunks)], np.int64)
         self.addresses = [self.areas[i, SLOTS + 1].ctypes.data + 8 * np.arange(chunks, dtype=np.uintp)
@@ -109,7 +108,6 @@ cdef class SmallJob:
         self.full.fill(0)
         if self.common is not None:
             self.common.fill(0)
-        if self.seen_lives is not None:
             self.seen_lives.fill(0)
         memset(self.expected, 0, self.chunks * sizeof(double))
         for i in range(self.n):
@@ -135,14 +133,10 @@ cdef class SmallJob:
             self.expected[c] += self.parameters(i)[c]
         loop.extend(self.chunks, 17)
         if self.common is not None:
-            at = self.common.ctypes.data
-            size = self.common.shape[1]
-            loop.share(at + i * size, [at + j * size if j != i else 0 for j in range(self.n)])
-        if self.seen_lives is not None:
-            lives = [each.ctypes.data for each in self.seen_lives]
-            areas = [each.ctypes.data for each in self.areas]
+            own, lives, areas = [[each.ctypes.data for each in part]
+                                 for part in (self.common, self.seen_lives, self.areas)]
             chunks.show(lives[i], areas[i])
-            loop.show(*[[at * (j != i) for j, at in enumerate(each)] for each in (lives, areas)])
+            loop.share(own[i], *[[at * (j != i) for j, at in enumerate(each)] for each in (own, lives, areas)])
         self.loops.append(loop)
         self.stores.append(chunks)
         memset(a, 0, sizeof(Learner))

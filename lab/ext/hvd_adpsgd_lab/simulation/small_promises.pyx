@@ -102,7 +102,7 @@ cdef double sum_of(SmallJob job, int c) noexcept:
     for i in range(job.n):
         e = job.learners[i].core
         if chunk_at(e.memory, c).step >= 0:
-            memory_snapshot(e.memory, c, -1, False, False, &number, NULL, &step)
+            memory_snapshot(e.memory, c, -1, False, &number, &step)
             total += number
         else:
             total += job.parameters(i)[c]

@@ -102,7 +102,6 @@ cdef class JobState:
     cdef list given             # [process]: its EngineOptions, and whether its super learner has several learners
     cdef list lives             # [engine]: the Live of each chunk, with which peers read its model; or None
     cdef list hosts             # [engine]: number of its host; None: no engines share memory
-    cdef bint shown             # engines on one host read each other's models in place
     cdef list followers         # [engine]: the store of another learner of its super learner, or None
     cdef list late              # [engine]: the slot that this learner is to apply, and its leader's result
     cdef list tables            # see Job
