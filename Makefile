@@ -25,18 +25,13 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help venv build test test-all test-torch lint format demo real-speech compare large-batch model-averaging sharded-memory storm storm-on-hosts virtual-time moments claims goodput averaging-at-size claim simulate simulate-mutants explore tsan bench bench-cluster wheel test-packages test-schedulers docs clean
+.PHONY: help venv build test test-all test-torch lint format demo storm simulate tsan bench wheel test-packages test-schedulers docs clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
-	@echo
-	@echo "  PYTHON=python3.12     another interpreter (3.11 or newer)"
-	@echo "  TORCH='torch==2.13.0 --index-url URL'"
-	@echo "                        another build of torch, for instance CPU only"
-	@echo "  HOROVOD_GPU_OPERATIONS=NCCL, CC, CFLAGS, LDFLAGS, MPICC"
-	@echo "                        for Horovod, and for the extension; a new value builds again,"
-	@echo "                        without one the last value holds"
-	@echo "  ARGS='tests/unit -x'  arguments for pytest, the demo or the benchmark"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
+	@echo "  PYTHON=python3.12, TORCH='torch==2.13.0 --index-url URL': another interpreter (3.11 or newer), another torch"
+	@echo "  HOROVOD_GPU_OPERATIONS=NCCL, CC, CFLAGS, LDFLAGS, MPICC: for the builds; the last values hold"
+	@echo "  ARGS='tests/unit -x': arguments for pytest, the demo, a benchmark. Studies: python -m lab.studies.X (lab/README.md)"
 
 venv: $(STAMPS)/extension $(STAMPS)/laboratory $(STAMPS)/lab-editable $(STAMPS)/ready  ## make .venv: pinned packages, Horovod, the extension (minutes, once)
 
@@ -66,63 +61,18 @@ format: venv  ## let ruff lay out and repair the sources
 demo: venv $(STAMPS)/examples  ## train the acoustic model, synchronous against asynchronous
 	@$(PY) -m examples.acoustic_model.demo $(ARGS)
 
-real-speech: venv $(STAMPS)/examples  ## Czech speech of people (fetched by apt): word errors, three seeds (40 minutes)
-	@$(PY) -m examples.real_speech.compare $(ARGS)
-
-compare: venv $(STAMPS)/examples  ## every strategy on the demo's task: word errors, figure (an hour)
-	@$(PY) -m lab.studies.compare $(ARGS)
-
-large-batch: venv $(STAMPS)/examples  ## the largest batch that each strategy tolerates (an hour or more)
-	@$(PY) -m lab.studies.large_batch $(ARGS)
-
-model-averaging: venv $(STAMPS)/examples  ## averaging every K minibatches, SGD and natural gradient (an hour or more)
-	@$(PY) -m lab.studies.model_averaging $(ARGS)
-
-sharded-memory: venv  ## memory per learner, DDP and fully_shard inside, 51 M parameters (ten minutes)
-	@$(PY) -m lab.studies.sharded_memory $(ARGS)
-
 storm: venv  ## the simulator's fault scripts on real processes: is a promise broken? (ten minutes)
 	@$(PY) -m tests.storm $(or $(ARGS),--seeds 0 20)
-
-storm-on-hosts: venv $(STAMPS)/examples  ## an hour with a fault every 10 s, cut links among them; needs root
-	@$(PY) -m lab.studies.storm_on_hosts $(ARGS)
 
 tsan: venv  ## trainer and engine threads under ThreadSanitizer: no race is allowed (ten minutes)
 	@$(PY) -m tests.tsan $(ARGS)
 
-virtual-time: venv  ## a small job on 4 processes and in virtual time: same curve, same speed? (minutes)
-	@$(PY) -m lab.studies.virtual_time $(ARGS)
-
-moments: venv $(STAMPS)/examples  ## AdamW under gossip beside synchronous training, in virtual time (half an hour)
-	@$(PY) -m lab.studies.moments $(ARGS)
-
-claims: venv $(STAMPS)/examples  ## the papers' claims at 16 learners and more, in virtual time (hours; ARGS='batch' or 'straggler')
-	@$(PY) -m lab.studies.claims $(or $(ARGS),batch)
-
-goodput: venv $(STAMPS)/examples  ## samples and loss under failures and replacements, 128 super learners in virtual time (half an hour)
-	@$(PY) -m lab.studies.goodput $(ARGS)
-
-averaging-at-size: venv $(STAMPS)/examples  ## model averaging with 16 and 32 learners, in virtual time (hours)
-	@$(PY) -m lab.studies.averaging_at_size $(ARGS)
-
-claim: venv $(STAMPS)/examples  ## loss over wall time beside other libraries: slow, killed, thin links (3 hours; the links need root)
-	@$(PY) -m lab.studies.claim $(ARGS)
-
-simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (half an hour to an hour on two cores)
+simulate: venv  ## a million runs of simulated jobs with faults: is a promise broken? (an hour)
 	@$(PY) -m hvd_adpsgd simulate $(or $(ARGS),--seeds 0 1000000)
-
-simulate-mutants: venv  ## faults put into the engine on purpose: does the simulator find them? (ten minutes)
-	@$(PY) -m tests.lab.mutants $(ARGS)
-
-explore: venv  ## every interleaving of small jobs of real engines: is a promise broken? (minutes a job, for some much longer)
-	@$(PY) -m hvd_adpsgd simulate --explore $(ARGS)
 
 bench: venv  ## what averaging costs: one exchange, and steps with a straggler
 	@$(PY) -m hvd_adpsgd bench $(or $(ARGS),exchange)
 	@$(if $(ARGS),,$(PY) -m hvd_adpsgd bench step --straggler 0.5)
-
-bench-cluster: venv $(STAMPS)/examples  ## stragglers, and two hosts with a thin link (half an hour; the hosts need root)
-	@$(PY) -m lab.studies.cluster $(ARGS)
 
 wheel: $(STAMPS)/wheel  ## dist/: an sdist, and from it a wheel for Python 3.11 and newer, checked
 	@rm -rf $(DIST)

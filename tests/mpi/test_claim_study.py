@@ -1,4 +1,4 @@
-"""`make claim`, made small: learners train, are killed, and their models are judged."""
+"""The study `claim`, made small: learners train, are killed, and their models are judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learners of `make bench-cluster`, made small and on one host: all that is told is counted."""
+"""The learners of `lab.studies.cluster`, made small and on one host: all that is told is counted."""
 
 from __future__ import annotations
 

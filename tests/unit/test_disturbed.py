@@ -1,4 +1,4 @@
-"""The parts of `make bench-cluster` that compute: models, ratios, tables, curves."""
+"""The parts of `lab.studies.cluster` that compute: models, ratios, tables, curves."""
 
 # The imports come after the check that the packages are there.
 # ruff: noqa: E402

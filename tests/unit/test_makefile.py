@@ -93,6 +93,12 @@ def test_the_extension_is_compiled_with_new_flags(tree: Path) -> None:
     assert venv(tree) == [f"{EXTENSION} |  | -g -O0"]
 
 
+def test_the_help_fits_one_screen() -> None:
+    lines = subprocess.check_output(["make", "help"], cwd=ROOT, text=True).splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 120
+    assert sum(line.startswith("  make ") for line in lines) <= 18
+
+
 def test_another_torch_is_installed_and_horovod_built_for_it(tree: Path) -> None:
     venv(tree)
     again = venv(tree, TORCH="torch==2.13.0 --index-url https://example.org/cpu")
