@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant("an exchange with other tensors begins", "exchange.pyx",
         "        give_up_ask(e, x)\n        send_no(e, peer, m)\n        return\n", "        pass\n"),
     Mutant("lanes share a buffer for differences", "lanes.pyx",
-        "(x.set * LANES + lane.index % LANES)", "(x.set * LANES + lane.index % LANES // 2)"),
+        "(x.set * LANES + lane.index % LANES) // 2", "x.set * LANES // 2"),
     Mutant("a lane is used again before its chunk is sent", "lanes.pyx", "    if lane.merged and lane.sent:",
         "    if lane.merged:"),
     Mutant("a lane sends from its neighbour's buffer", "lanes.pyx",

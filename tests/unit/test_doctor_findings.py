@@ -152,13 +152,13 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         (({"error": "No module named '_engine'"},), FAIL, "_engine", "make build"),
     ],
     f.judge_memory: [
-        ((Memory(65 * MIB), 256, 1, None), OK, "a float32 model of 16 MiB"),
-        ((Memory(64 * MIB), 256, 1, None), OK, "a float32 model of 16 MiB"),
+        ((Memory(65 * MIB), 256, 1, None), OK, "a float32 model of 19 MiB"),
+        ((Memory(64 * MIB), 256, 1, None), OK, "a float32 model of 19 MiB"),
         ((Memory(64 * MIB - 1), 256, 1, None), FAIL, "64 MiB", "SUPER_LEARNER_SIZE=1"),
-        ((Memory(32 * MIB - 1), 256, 1, 1), WARN, "through MPI"),
+        ((Memory(16 * MIB - 1), 256, 1, 1), WARN, "through MPI"),
         ((Memory(100 * MIB), 256, 1, 1), OK, "100 MiB free"),
-        ((Memory(79 * MIB), 256, 4, 2), WARN, "80 MiB", "through MPI"),
-        ((Memory(100 * MIB), 256, 4, 2), OK, "a float32 model of 3 MiB"),
+        ((Memory(79 * MIB), 256, 9, 2), WARN, "80 MiB", "through MPI"),
+        ((Memory(100 * MIB), 256, 4, 2), OK, "a float32 model of 6 MiB"),
         ((Memory(8 * GIB), 256, 4, 2), OK, "8.0 GiB"),
         ((Memory(None, "no file can be made there"), 256, 1, None), FAIL, "no file can be made there"),
     ],
@@ -310,7 +310,7 @@ def test_the_options_are_those_of_the_documentation():
 
 def test_memory_counts_the_chunk():
     require(f.judge_memory(Memory(100 * MIB), 256, 1, None), OK)
-    require(f.judge_memory(Memory(100 * MIB), 1024, 1, None), WARN, "128 MiB")
+    require(f.judge_memory(Memory(100 * MIB), 1024, 3, None), WARN, "128 MiB")
 
 
 def test_the_outbox_is_the_engines():
@@ -318,7 +318,7 @@ def test_the_outbox_is_the_engines():
     lanes, sets = (
         int(engine.split(f"    {name} = ", 1)[1].split()[0]) for name in ("LANES", "SETS")
     )
-    assert lanes * sets == f.OUTBOX_CHUNKS
+    assert lanes * sets // 2 == f.OUTBOX_CHUNKS
 
 
 def test_a_finding_is_one_line_and_its_cure_another():

@@ -10,7 +10,7 @@ both; the sides alternate from chunk to chunk:
                                   merge it
     merge it     <------------    the place of the difference, and the step of the awaiting side's model
 
-A lane has one buffer for differences. A side is ready for a chunk when its lane is free, so it has merged the
+Every other lane of a side compares, and has one buffer for differences. A side is ready for a chunk when its lane is free, so it has merged the
 difference that the peer's lane wrote before. A last empty message shows that all chunks are merged. Chunks of
 parameters that were added later cannot be read in place: they go over the wire.
 
@@ -183,7 +183,7 @@ cdef bint start_direct(Core* e, Exchange* x, Lane* lane) noexcept nogil:
 
 cdef char* take_place(Core* e, Exchange* x, Lane* lane) noexcept nogil:
     """Choose the buffer in our shared memory for a difference, write its stamp, and return the address behind it."""
-    lane.here.offset = (x.set * LANES + lane.index % LANES) * (e.pairs.lane_nbytes + STAMP)
+    lane.here.offset = (x.set * LANES + lane.index % LANES) // 2 * (e.pairs.lane_nbytes + STAMP)
     store(<int64_t*>(e.pairs.shared + lane.here.offset), stamp_of(x, lane.chunk, True))
     fence()         # the stamp before the difference: a late reader of any part of that must find its stamp
     return e.pairs.shared + lane.here.offset + STAMP

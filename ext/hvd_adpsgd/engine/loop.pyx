@@ -272,7 +272,7 @@ cdef void* engine_main(void* argument) noexcept nogil:
 # ---- the trainer's side --------------------------------------------------------------------
 
 cdef inline int64_t buffers_nbytes(int64_t lane_nbytes) noexcept nogil:
-    return SETS * LANES * (lane_nbytes + STAMP)
+    return SETS * LANES // 2 * (lane_nbytes + STAMP)
 
 
 cdef bint wait_for(Core* e, int64_t* counter, int64_t least, double seconds) noexcept:

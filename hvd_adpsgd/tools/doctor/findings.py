@@ -11,7 +11,7 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
 # Chunks in the outbox, the shared memory in which leaders of the same host read differences of models.
-OUTBOX_CHUNKS = 8 * 8
+OUTBOX_CHUNKS = 8 * 8 // 2
 LEAST_SHARED_BYTES = 64 * MIB
 SLOW_MBITS = 1000
 HOROVOD_TESTED = "0.28.1"
