@@ -1,14 +1,19 @@
 """Closed forms that tests set against the engine; tests/unit/test_theorems.py holds them to brute force.
 
-Legend as in the theory's mixing matrices: n super learners, models X (n, d), mean m, a round X <- T X.
+Legend: n super learners, models X (n, d), mean m, a round X <- T X with a mixing matrix T, symmetric
+and doubly stochastic.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from hvd_adpsgd.strategies import FixedRing, GossipPGA, NoLoCo, RandomPairs, RandomRing, Strategy
+from hvd_adpsgd.strategies.synchronous_gossip import ROUNDS_OF_PEERS, SynchronousGossip
+from hvd_adpsgd.theory import topology
 
 
 def complete_edges(n: int) -> list[tuple[int, int]]:
@@ -20,6 +25,52 @@ def pair_matrix(n: int, i: int, j: int, weight: float = 0.5) -> np.ndarray:
     """One exchange between i and j: T = I - w (e_i - e_j)(e_i - e_j)^T."""
     edge = np.eye(n)[i] - np.eye(n)[j]
     return np.eye(n) - weight * np.outer(edge, edge)
+
+
+def ring_matrix(n: int) -> np.ndarray:
+    """A round on the fixed ring: a third each of the own, the left and the right model; of two the mean."""
+    weight = 1 / 2 if n == 2 else 1 / 3
+    return sum(
+        (pair_matrix(n, i, j, weight) - np.eye(n) for i, j in topology.ring_edges(n)), np.eye(n)
+    )
+
+
+def permuted_ring_matrix(order: Sequence[int] | np.ndarray) -> np.ndarray:
+    """A round on a ring in that order, position to rank: P^T T P, T the fixed ring's."""
+    place_of = np.argsort(order)
+    return ring_matrix(len(place_of))[np.ix_(place_of, place_of)]
+
+
+def matching_matrix(peers: Sequence[int | None], weight: float = 0.5) -> np.ndarray:
+    """A round in which disjoint pairs average; a rank without a peer keeps its model."""
+    matrix = np.eye(len(peers))
+    for i, j in enumerate(peers):
+        if j is not None:
+            assert peers[j] == i
+            matrix[i, [i, j]] += [-weight, weight]
+    return matrix
+
+
+def uniform_matrix(n: int) -> np.ndarray:
+    """An exact average."""
+    return np.full((n, n), 1 / n)
+
+
+def mixing_matrix(strategy: Strategy, n: int, round: int) -> np.ndarray:
+    """A lock-step round of one of the library's strategies, without outer steps and second models."""
+    if isinstance(strategy, SynchronousGossip):
+        return mixing_matrix(strategy.base, n, round % ROUNDS_OF_PEERS)
+    if isinstance(strategy, GossipPGA) and (round + 1) % strategy.period == 0:
+        return uniform_matrix(n)
+    if hasattr(strategy, "base"):
+        return mixing_matrix(strategy.base, n, round)
+    if isinstance(strategy, FixedRing):
+        return ring_matrix(n)
+    if isinstance(strategy, RandomRing):
+        return permuted_ring_matrix(topology.ring_order(n, strategy.seed, round))
+    if isinstance(strategy, RandomPairs | NoLoCo):
+        return matching_matrix(topology.perfect_matching(n, strategy.seed, round))
+    return uniform_matrix(n)
 
 
 def consensus_distance(models: np.ndarray) -> float:

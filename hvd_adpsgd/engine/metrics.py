@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 
 __all__ = [
     "EVENT_NAMES", "PARTS", "PEER_TABLES", "TABLES",

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
@@ -64,7 +61,3 @@ class A2CiD2(Strategy):
         rule = Accelerate(constants.eta, constants.alpha_tilde)
         schedule = self.base.plan(super_rank, super_size).schedule
         return Plan(schedule, 1 / 2, rule=rule)
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of one round on the ring, of plain gossip without the second models."""
-        return self.base.mixing_matrix(n, round)

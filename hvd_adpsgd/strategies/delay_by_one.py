@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hvd_adpsgd.strategies.plan import DURING, Plan, Rounds, Strategy
-from hvd_adpsgd.theory import mixing
 
 __all__ = ["DelayByOne"]
 
@@ -33,7 +29,3 @@ class DelayByOne(Strategy):
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         return Plan.nobody(Rounds(order=DURING))
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of the exact mean of all models: every entry 1/n."""
-        return mixing.uniform_matrix(n)

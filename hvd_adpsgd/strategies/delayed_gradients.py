@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hvd_adpsgd.strategies.plan import DURING, Averaged, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.update_rules import LateGradients
-from hvd_adpsgd.theory import mixing
 
 __all__ = ["DelayedGradients"]
 
@@ -44,7 +40,3 @@ class DelayedGradients(Strategy):
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         return Plan.nobody(Rounds(order=DURING, still=True), rule=LateGradients())
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of the exact mean of all super learners: every entry 1/n."""
-        return mixing.uniform_matrix(n)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_gossip
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.update_rules import OuterStep
@@ -66,7 +63,3 @@ class GASLoC(Strategy):
         gossip = self.base.plan(super_rank, super_size)
         rule = OuterStep(self.period, self.rate, self.momentum)
         return Plan(gossip.schedule, gossip.weight, rule=rule)
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of one round of the gossip, without the outer steps."""
-        return self.base.mixing_matrix(n, round)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, require_gossip
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.validation import require_integer
-from hvd_adpsgd.theory import mixing
 
 __all__ = ["GossipPGA"]
 
@@ -41,9 +37,3 @@ class GossipPGA(Strategy):
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         gossip = self.base.plan(super_rank, super_size)
         return Plan(gossip.schedule, gossip.weight, Rounds(self.period, AFTER))
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the gossip; in every `period`-th round that of the exact mean."""
-        if (round + 1) % self.period == 0:
-            return mixing.uniform_matrix(n)
-        return self.base.mixing_matrix(n, round)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, checked_seed
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
@@ -64,10 +63,6 @@ class NoLoCo(Strategy):
         rows = [self.round_peers(super_size, super_rank, r) for r in range(NOLOCO_ROUNDS)]
         rounds = Rounds(self.period, AFTER, np.array(rows, dtype=np.int32))
         return Plan.nobody(rounds, 1 / 2, SlowModel(self.momentum, self.rate))
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the round's random perfect matching."""
-        return RandomPairs(self.seed).mixing_matrix(n, round)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that i asks, and the peer that asks i, in the round's matching: the lower rank asks."""

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.update_rules import BlockMomentum
 from hvd_adpsgd.strategies.validation import require_flag, require_integer, require_number
-from hvd_adpsgd.theory import mixing
 
 __all__ = ["PeriodicAveraging"]
 
@@ -70,7 +66,3 @@ class PeriodicAveraging(Strategy):
         rule = BlockMomentum(self.block_momentum, self.block_rate, self.nesterov)
         rounds = Rounds(self.period, AFTER, warm_up=self.warm_up)
         return Plan.nobody(rounds, rule=None if plain else rule)
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The matrix of the exact mean of all models: every entry 1/n."""
-        return mixing.uniform_matrix(n)

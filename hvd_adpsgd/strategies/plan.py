@@ -235,23 +235,6 @@ class Strategy(ABC):
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         """Make the plan of one super learner; super_size is at least 2."""
 
-    @abstractmethod
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix T of one lock-step round, as in the papers' synchronous analysis.
-
-        Engines of asynchronous strategies do not run in lock-step rounds; the matrix is for theory and tests.
-
-        Args:
-            n: number of super learners.
-            round: number of the round, >= 0.
-
-        Returns:
-            T, shape (n, n), symmetric and doubly stochastic.
-
-        Raises:
-            TopologyError: if n < 1 or round < 0.
-        """
-
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that super learner i asks in a lock-step round, and the peer that asks i; NOBODY for none.
 

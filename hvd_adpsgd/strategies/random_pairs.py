@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
 from hvd_adpsgd.strategies.validation import require_preference
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.theory import topology
 
 __all__ = ["RandomPairs"]
 
@@ -52,10 +51,6 @@ class RandomPairs(Strategy):
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         peers = topology.random_partners(super_size, super_rank, self.seed, RANDOM_PAIRS_ROUNDS)
         return Plan(peers[:, np.newaxis], 1 / 2, prefer_fast=self.prefer_fast)
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the round's random perfect matching."""
-        return mixing.matching_matrix(topology.perfect_matching(n, self.seed, round), 1 / 2)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that i asks, and the peer that asks i, in the round's matching: the lower rank asks."""

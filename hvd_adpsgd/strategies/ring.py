@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
 from hvd_adpsgd.strategies.validation import require_preference
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.theory import topology
 
 __all__ = ["FixedRing", "RandomRing"]
 
@@ -37,10 +36,6 @@ class FixedRing(Strategy):
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         row = topology.ring_neighbours(super_size, super_rank)
         return Plan(np.array([row], dtype=np.int32), self.pair_weight(super_size))
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the ring, the same for every round."""
-        return mixing.ring_matrix(n)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that i asks, its right neighbour on the ring, and the peer that asks i, its left one."""
@@ -87,10 +82,6 @@ class RandomRing(Strategy):
         ]
         table = np.array(rows, dtype=np.int32)
         return Plan(table, self.pair_weight(super_size), prefer_fast=self.prefer_fast)
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the round's ring; rings repeat after 1024 rounds in the plan, not here."""
-        return mixing.permuted_ring_matrix(topology.ring_order(n, self.seed, round))
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that i asks, its right neighbour on the round's ring, and the left one, which asks i."""

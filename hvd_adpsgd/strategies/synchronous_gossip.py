@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy, require_gossip
@@ -56,10 +55,6 @@ class SynchronousGossip(Strategy):
         rows = [self.base.round_peers(super_size, super_rank, r) for r in range(ROUNDS_OF_PEERS)]
         table = np.array(rows, dtype=np.int32)
         return Plan.nobody(Rounds(1, self.order, table), self.pair_weight(super_size))
-
-    def mixing_matrix(self, n: int, round: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of the gossip; rounds repeat after 1024."""
-        return self.base.mixing_matrix(n, round % ROUNDS_OF_PEERS)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that i asks, and the peer that asks i, by the base strategy; rounds repeat after 1024."""

@@ -1,1 +1,1 @@
-"""What averaging does, as pure mathematics: graphs, mixing matrices, gossip, limits."""
+"""What averaging does, as pure mathematics: graphs, gossip, the distance of models."""

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import ConfigError, TopologyError
-from hvd_adpsgd.theory.mixing import edge_vector
-from hvd_adpsgd.theory.topology import require_size
+from hvd_adpsgd.theory.topology import edge_vector, require_size
 
 __all__ = ["Acceleration", "acceleration", "laplacian", "require_acceleration"]
 

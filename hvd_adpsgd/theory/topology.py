@@ -15,6 +15,7 @@ import numpy.typing as npt
 from hvd_adpsgd.errors import TopologyError
 
 __all__ = [
+    "edge_vector",
     "perfect_matching",
     "permuted_ring_neighbours",
     "random_partners",
@@ -125,6 +126,26 @@ def ring_edges(n: int) -> Edges:
     if n <= 2:
         return [(0, 1)][: n - 1]
     return [(i, (i + 1) % n) for i in range(n)]
+
+
+def edge_vector(n: int, i: int, j: int) -> npt.NDArray[np.float64]:
+    """The direction e_i - e_j along which an exchange between i and j moves the models, shape (n,).
+
+    Raises:
+        TopologyError: if i = j or a rank is out of range.
+
+    Source: e_i - e_j.
+    """
+    require_rank(n, i)
+    require_rank(n, j)
+    if i == j:
+        raise TopologyError(
+            f"no such pair: super learner {i} was paired with itself among n = {n}. "
+            "Pass two distinct outer ranks."
+        )
+    vector = np.zeros(n)
+    vector[i], vector[j] = 1.0, -1.0
+    return vector
 
 
 def require_size(n: int, least: int = 1) -> None:

@@ -33,7 +33,6 @@ import torch
 
 from examples.acoustic_model.speech import model as models
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
-from hvd_adpsgd.theory import limits
 
 PAPER = {16: 9.3, 32: 17.0}  # number of learners: speed-up over one learner
 PERIODS = (1, 10, 20, 100)
@@ -113,7 +112,13 @@ def speedup(n: int, period: int, result: dict[str, Any], way: str) -> float:
     """Return the speed-up S(n) by the model, with the fitted all-reduce time."""
     a, b = result["fit"][way]
     seconds = a + b * math.log2(n) if n > 1 else 0.0
-    return limits.averaging_speedup(n, period, result["minibatch_s"], seconds)
+    local = period * result["minibatch_s"]
+    return n * local / (local + seconds)
+
+
+def _allreduce_share(n: int, speedup: float) -> float:
+    """Return the cost of averaging that a measured speed-up implies: t_allreduce / (K t) = n / S - 1."""
+    return n / speedup - 1
 
 
 def table(result: dict[str, Any]) -> str:
@@ -131,7 +136,7 @@ def table(result: dict[str, Any]) -> str:
         cells += [f"{speedup(n, k, result, way):.1f}" for n in PAPER for k in PERIODS]
         lines.append(f"| {' | '.join(cells)} |")
     shares = ", ".join(
-        f"{limits.allreduce_share(n, s):.3f} at {n} ({limits.allreduce_share(n, s) / math.log2(n):.3f} "
+        f"{_allreduce_share(n, s):.3f} at {n} ({_allreduce_share(n, s) / math.log2(n):.3f} "
         "per stage)"
         for n, s in PAPER.items()
     )
@@ -153,7 +158,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for period in PERIODS:
         curve = [speedup(n, period, result, "sockets") for n in sizes]
         axes.plot(sizes, curve, lw=1.5, label=f"model, K = {period}")
-    share = statistics.mean(limits.allreduce_share(n, s) / math.log2(n) for n, s in PAPER.items())
+    share = statistics.mean(_allreduce_share(n, s) / math.log2(n) for n, s in PAPER.items())
     implied = [n / (1 + share * math.log2(n)) for n in sizes]
     axes.plot(sizes, implied, "k--", lw=1, label=f"t_allreduce = {share:.2f} K t log2 N")
     axes.plot(list(PAPER), list(PAPER.values()), "ko", label="reported by Su and Chen, 2015")

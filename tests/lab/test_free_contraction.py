@@ -13,7 +13,7 @@ from hvd_adpsgd_lab.simulation import planner
 from hvd_adpsgd_lab.simulation.planner import Cluster
 
 from hvd_adpsgd.strategies import Strategy, parse
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.theory import topology
 from tests.lab.clusters import changed
 
 STRATEGIES = ("fixed_ring", "random_ring:seed=3", "random_pairs:seed=3")
@@ -38,7 +38,7 @@ def fastest(strategy: Strategy, n: int) -> float:
         return float(theorems.matching_contraction(n) ** (1 / (n // 2)))
     if strategy.name == "random_ring":
         return float(theorems.randomised_ring_contraction(n) ** (1 / n))
-    return float(theorems.permuted_contraction(mixing.ring_matrix(n)) ** (1 / n))
+    return float(theorems.permuted_contraction(theorems.ring_matrix(n)) ** (1 / n))
 
 
 def run_freely(spec: str, n: int, seed: int, share: float = 1.0) -> tuple[float, float]:

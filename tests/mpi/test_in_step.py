@@ -43,7 +43,7 @@ def test_lock_step_is_the_product_of_the_matrices(n: int) -> None:
         before, after = (np.array(result[spec][key]) for key in ("before", "after"))
         product = np.eye(n)
         for k in range(rounds):
-            product = parse(spec).mixing_matrix(n, k) @ product
+            product = theorems.mixing_matrix(parse(spec), n, k) @ product
         assert before.std() > 0.5, "the models were all but equal to begin with"
         np.testing.assert_allclose(after, product @ before, rtol=0, atol=1e-12, err_msg=spec)
 

@@ -1,4 +1,4 @@
-"""The parts of `lab.studies.claim` that compute: curves, rows, goals, table, picture, order, and what is kept."""
+"""The parts of the study `claim` that compute: curves, rows, goals, table, picture, order, what is kept."""
 
 # The imports come after the check that the packages are there.
 # ruff: noqa: E402

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.strategies import GASLoC, RandomPairs
 from hvd_adpsgd.training.update_rules import UpdateRule, make_rule
+from tests.theorems import mixing_matrix
 
 Array = NDArray[np.float64]
 N, SIZE, BLOCKS = 4, 6, 7
@@ -50,7 +51,7 @@ def updates(period: int, seed: int = 0) -> Iterator[Array]:
 
 
 def pairs(block: int) -> Array:
-    return RandomPairs(3).mixing_matrix(N, block)
+    return mixing_matrix(RandomPairs(3), N, block)
 
 
 def run(strategy: GASLoC, mixing: Any = pairs) -> Array:

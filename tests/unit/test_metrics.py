@@ -9,7 +9,7 @@ import pytest
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
-from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 
 
 class Clock:

@@ -10,7 +10,7 @@ import theorems
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.theory import mixing, topology
+from hvd_adpsgd.theory import topology
 
 SIZES = st.integers(1, 17)
 WEIGHTS = st.floats(0, 1)
@@ -33,14 +33,14 @@ def test_an_exchange_moves_two_towards_each_other(n, weight, data):
 
 @pytest.mark.parametrize("n", range(1, 18))
 def test_spectrum_of_the_ring(n):
-    by_numpy = np.linalg.eigvalsh(mixing.ring_matrix(n))
+    by_numpy = np.linalg.eigvalsh(theorems.ring_matrix(n))
     np.testing.assert_allclose(np.sort(theorems.ring_eigenvalues(n)), by_numpy, atol=1e-14)
 
 
 @pytest.mark.parametrize("n", [5, 8, 13])
 def test_slowest_fourier_mode_shrinks_by_the_second_eigenvalue(n):
     models = np.cos(2 * np.pi * np.arange(n) / n)[:, np.newaxis]
-    mixed = mixing.ring_matrix(n) @ models
+    mixed = theorems.ring_matrix(n) @ models
     np.testing.assert_allclose(mixed, theorems.ring_eigenvalues(n)[1] * models, atol=1e-15)
 
 
@@ -55,7 +55,7 @@ def assert_exact_for_every_state(n, factor, matrices):
 
 @pytest.mark.parametrize("n", range(2, 7))
 def test_randomised_ring_contraction(n):
-    matrices = [mixing.permuted_ring_matrix(order) for order in itertools.permutations(range(n))]
+    matrices = [theorems.permuted_ring_matrix(order) for order in itertools.permutations(range(n))]
     assert_exact_for_every_state(n, theorems.randomised_ring_contraction(n), matrices)
 
 
@@ -79,15 +79,15 @@ def test_matching_contraction(n):
             peers[i], peers[j] = j, i
         tables.append(peers)
     assert len({tuple(t) for t in tables}) == len(tables)
-    matrices = [mixing.matching_matrix(table) for table in tables]
+    matrices = [theorems.matching_matrix(table) for table in tables]
     assert_exact_for_every_state(n, theorems.matching_contraction(n), matrices)
 
 
 @given(st.integers(1, 17))
 def test_closed_forms_follow_from_permuted_contraction(n):
-    ring = theorems.permuted_contraction(mixing.ring_matrix(n))
+    ring = theorems.permuted_contraction(theorems.ring_matrix(n))
     assert theorems.randomised_ring_contraction(n) == pytest.approx(ring, abs=1e-14)
-    matrix = mixing.matching_matrix(topology.perfect_matching(n, 0, 0))
+    matrix = theorems.matching_matrix(topology.perfect_matching(n, 0, 0))
     pairs = theorems.permuted_contraction(matrix)
     assert theorems.matching_contraction(n) == pytest.approx(pairs, abs=1e-14)
 
@@ -97,7 +97,7 @@ def test_randomised_ring_contraction_by_the_seeded_schedule():
     start = away(n) @ np.random.default_rng(3).normal(size=(n, 40))
     factors = []
     for round_ in range(rounds):
-        mixed = mixing.permuted_ring_matrix(topology.ring_order(n, 5, round_)) @ start
+        mixed = theorems.permuted_ring_matrix(topology.ring_order(n, 5, round_)) @ start
         factors.append(np.sum(mixed**2) / np.sum(start**2))
     assert np.mean(factors) == pytest.approx(theorems.randomised_ring_contraction(n), rel=0.02)
 
@@ -168,9 +168,9 @@ def simulated_kappa(n, updates, steps=400, width=400):
 @pytest.mark.parametrize("n", [5, 8])
 def test_kappas_by_simulation(n):
     rounds = range(800)
-    rings = [mixing.permuted_ring_matrix(topology.ring_order(n, 1, k)) for k in rounds]
-    pairs = [mixing.matching_matrix(topology.perfect_matching(n, 1, k)) for k in rounds]
-    schemes = ([mixing.ring_matrix(n)], rings, pairs, [mixing.uniform_matrix(n)])
+    rings = [theorems.permuted_ring_matrix(topology.ring_order(n, 1, k)) for k in rounds]
+    pairs = [theorems.matching_matrix(topology.perfect_matching(n, 1, k)) for k in rounds]
+    schemes = ([theorems.ring_matrix(n)], rings, pairs, [theorems.uniform_matrix(n)])
     laws = (theorems.randomised_ring_contraction(n), theorems.matching_contraction(n), 0.0)
     expected = [theorems.kappa_fixed(n), *(theorems.kappa_random(n, law) for law in laws)]
     measured = [simulated_kappa(n, matrices) for matrices in schemes]

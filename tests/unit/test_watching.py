@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.theory.mixing import consensus_from_exchanges
+from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 from hvd_adpsgd.tools import report as report_command
 from hvd_adpsgd.tools import top
 from hvd_adpsgd.watching.alerts import Alerts
