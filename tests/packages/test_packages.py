@@ -161,6 +161,10 @@ def test_wheel_is_for_every_python_and_brings_no_mpi(wheel, tmp_path):
         path.relative_to(ROOT / "ext").with_suffix(".abi3.so") for path in ROOT.glob("ext/**/*.pyx")
     }
     assert {str(module) for module in modules} == {name for name in names if ".so" in name}
+    contracts = {str(path.relative_to(ROOT / "ext")) for path in ROOT.glob("ext/**/*.pxd")}
+    package = set(checked("git", "ls-files", "hvd_adpsgd", cwd=ROOT).split())
+    assert package | contracts <= set(names)  # stubs, patches and served files too
+    assert not [name for name in names if name.endswith((".pyx", ".c"))]
     for module in modules:
         section = checked("readelf", "-d", tmp_path / module, cwd=tmp_path)
         paths = [line for line in section.splitlines() if "RUNPATH" in line or "RPATH" in line]

@@ -1,4 +1,4 @@
-"""The package installs with `pip install .` beside a torch, a Horovod and an MPI that are there."""
+"""What setup.py, the requirement files, workflows and the version say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -18,10 +17,6 @@ import yaml
 import hvd_adpsgd
 
 ROOT = Path(__file__).parents[2]
-EXT = ROOT / "ext"
-EXTENSIONS = sorted(
-    ".".join(path.relative_to(EXT).with_suffix("").parts) for path in EXT.rglob("*.pyx")
-)
 
 
 @pytest.fixture(scope="module")
@@ -46,34 +41,6 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
         capture_output=True,
         text=True,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_pip_install_in_another_environment(tree, tmp_path):
-    made = run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    python = tmp_path / "venv/bin/python"
-    purelib = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
-    Path(purelib, "there_already.pth").write_text(sysconfig.get_path("purelib"))
-
-    command = [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
-    installed = run(*command, tree, cwd=tmp_path)
-    assert installed.returncode == 0, installed.stdout + installed.stderr
-
-    modules = ", ".join(EXTENSIONS)
-    program = f"import {modules}; print(hvd_adpsgd.__file__, hvd_adpsgd.__version__)"
-    imported = run(python, "-c", program, cwd=tmp_path)
-    assert imported.returncode == 0, imported.stderr
-    home = Path(purelib, "hvd_adpsgd")
-    assert imported.stdout.split() == [str(home / "__init__.py"), hvd_adpsgd.__version__]
-
-    there = {path.relative_to(home) for path in home.rglob("*") if path.is_file()}
-    contracts = {path.relative_to(EXT / "hvd_adpsgd") for path in EXT.rglob("*.pxd")}
-    stubs = {path.relative_to(ROOT / "hvd_adpsgd") for path in (ROOT / "hvd_adpsgd").rglob("*.pyi")}
-    served = {Path("watching", name) for name in ("dashboard.js", "grafana.json")}
-    assert {Path("py.typed")} | contracts | stubs | served <= there
-    assert not any(path.suffix in (".pyx", ".c") for path in there)
 
 
 def test_other_flags_compile_a_module_again(tmp_path):
@@ -122,10 +89,6 @@ def test_what_training_imports_is_a_dependency():
     assert {"numpy", "cloudpickle"} <= found.keys()
     rest = found.keys() - needed - {"hvd_adpsgd", "torch", "horovod"}
     assert not rest, {name: found[name] for name in rest}
-
-
-def test_there_are_extensions():
-    assert {"hvd_adpsgd.engine.kernels", "hvd_adpsgd.engine.loop"} <= set(EXTENSIONS)
 
 
 def test_says_mpicc_is_missing(tree):
