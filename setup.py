@@ -141,9 +141,6 @@ class BuildExtensions(build_ext):
             extension.py_limited_api = STABLE_ABI
         self.parallel = self.parallel or min(len(self.extensions), os.cpu_count() or 1)
         super().run()
-        if self.inplace:
-            for extension in self.extensions:
-                self.remove_others(Path(self.get_ext_fullpath(extension.name)))
 
     def build_extensions(self) -> None:
         self.compiler.linker_so = outside(self.compiler.linker_so)  # of how Python itself was built
@@ -171,14 +168,6 @@ class BuildExtensions(build_ext):
             for e in self.extensions
         ]
         return repr((self.compiler.compiler_so, self.compiler.linker_so, each))
-
-    @staticmethod
-    def remove_others(built: Path) -> None:
-        """Remove builds of one module under other names: Python would import those first."""
-        stem = built.name.split(".")[0]
-        for other in built.parent.glob(f"{stem}.*.so"):
-            if other != built:
-                other.unlink()
 
 
 class BuildPython(build_py):
