@@ -41,7 +41,7 @@ class BuildExtensions(build_ext):
                 [Extension(e.name, list(e.sources)) for e in self.extensions],
                 include_path=[str(PYX_DIR), str(CONTRACTS)],
                 language_level=3,
-                annotate=False,
+                quiet=True,
             )
         }
         for extension in self.extensions:
