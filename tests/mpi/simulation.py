@@ -42,6 +42,17 @@ ONE_OF_A_KIND = (
     "random_pairs",
     "gossip_pga:period=5",
 )
+RESUMED = (
+    "delay_by_one",
+    "delayed_gradients",
+    "synchronous_gossip:order=awc+random_ring:seed=2",
+    "synchronous_gossip:order=atc+random_pairs:seed=1",
+    "noloco:period=3",
+    "periodic_averaging:period=4",
+    "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
+)
+FREE = ("random_pairs", "random_ring", "a2cid2", "gossip_pga:period=7")
+HALF = 10  # steps until a checkpoint
 EXACT = {"steps": 7, "curvature": 0.5, "exact": True}
 KNOWN = {"steps": 14, "curvature": 0.0}
 

@@ -20,8 +20,6 @@ def learners(n: int, program: str, *args: object, **how: Any) -> list[dict[str, 
     return run_learners(n, PROGRAMS / program, args=arguments, **how).checked().by_rank()
 
 
-# ---- promise 1: nothing lost --------------------------------------------------------------------
-
 SHARED, SENT = (), ("--no-share",)
 LEFT = 2  # as in Loop.peers
 LEAVE_S = 16.0
@@ -84,9 +82,6 @@ def test_tensors_may_be_added_while_exchanges_run(way: tuple[str, ...]) -> None:
         assert facts["chunks"] > 100, said
 
 
-# ---- what it costs ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("n", "k", "slots"), [(4, 2, 3), pytest.param(2, 1, 2, marks=pytest.mark.extended)]
 )
@@ -119,9 +114,6 @@ def test_an_idle_engine_sleeps_10_ms_between_turns(wire: str) -> None:
     assert all(facts["sleeps"] for facts in said), said
 
 
-# ---- bounds and errors --------------------------------------------------------------------------
-
-
 def oldest(staleness: list[int]) -> int:
     """The largest staleness that occurred, in steps; 0 without an exchange."""
     return max((i for i, count in enumerate(staleness) if count), default=0)
@@ -149,9 +141,6 @@ def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
     errors = {facts["error"] for facts in said}
     assert "ModelMismatchError" in errors, said
     assert errors <= {"ModelMismatchError", None}, said
-
-
-# ---- engines that leave, or were stopped meanwhile ----------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,6 @@ def said(case: str, specs: tuple[str, ...] = IN_STEP) -> list[dict[str, Any]]:
     return everybody
 
 
-# ---- steps that never come ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", IN_STEP)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_skipped_step_keeps_nobody_waiting_and_the_mean_exact(place: str, spec: str) -> None:
@@ -93,9 +90,6 @@ def test_who_waits_long_for_others_says_so_once(place: str) -> None:
             assert all("has waited 0.5 s for other super learners" in t for t in step["told"])
     for facts in leaders[1:]:
         assert any(step["told"] for step in facts["steps"]), facts
-
-
-# ---- means --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -186,9 +180,6 @@ def test_what_is_frozen_in_mid_run_comes_to_rest(place: str, spec: str, last: in
     for facts in said(f"{place}/frozen/{spec}"):
         assert any(facts["moved"][:4])
         assert not any(facts["moved"][last + 1 :]), facts["moved"]
-
-
-# ---- states -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

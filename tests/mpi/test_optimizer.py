@@ -39,9 +39,6 @@ def launch(np: int, program: str, *args: str, **env: str) -> Result:
     return result.checked()
 
 
-# ---- the same in the super learner -----------------------------------------------------------------------
-
-
 @functools.cache
 def trained_in_pairs() -> dict[str, list[Facts]]:
     return launch(4, "same_inside.py", **{SIZE: "2"}).by_case()
@@ -138,9 +135,6 @@ def test_buffers_approach_each_other_if_asked() -> None:
         assert facts["spread"] == facts["frozen"] > 0, facts
 
 
-# ---- the mean -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("np", "k", "names"),
     [(4, 2, ()), (3, 1, ("float64",)), pytest.param(4, 1, (), marks=pytest.mark.extended)],
@@ -174,9 +168,6 @@ def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -
             assert facts["same"], "learners of a super learner differ"
 
 
-# ---- one super learner --------------------------------------------------------------------------
-
-
 def like_horovod(np: int, *args: str, **env: str) -> tuple[list[Facts], str]:
     result = launch(np, "like_horovod.py", *args, **env)
     return result.by_rank(), result.stderr
@@ -203,9 +194,6 @@ def test_synchronous_is_plain_horovod() -> None:
     assert named == plain
     assert given == plain
     assert "nothing to average" not in stderr
-
-
-# ---- a Horovod script ---------------------------------------------------------------------------
 
 
 def horovod_script(
@@ -261,8 +249,6 @@ def test_checkpoint_of_plain_horovod_continues_identically(tmp_path: Path) -> No
     assert plain["resumed"] == 1
     assert ours == plain
 
-
-# ---- wrong use ----------------------------------------------------------------------------------
 
 REFUSED = {  # error | words of its text
     "before_init": "NotInitializedError | hvd.init()",
@@ -528,8 +514,6 @@ def test_a_tensor_given_twice_is_averaged_once() -> None:
     with pytest.raises(ModelMismatchError, match="'a' and 'c' share memory"):
         parameters.add([("c", tensor[1:])])
 
-
-# ---- numbers ------------------------------------------------------------------------------------
 
 KEYS_OF_ALL = (
     "steps steps_per_s inner_allreduce_s optimizer_s collect_s offer_s inner_allreduce_ema_s "

@@ -22,7 +22,16 @@ from hvd_adpsgd.strategies import STRATEGIES
 from tests.launcher import needs_horovod_inside, once, run_learners
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import STEPS, FreeRun, events
-from tests.mpi.simulation import GOSSIP, LAWS, ONE_OF_A_KIND, Setting, Simulation
+from tests.mpi.simulation import (
+    FREE,
+    GOSSIP,
+    HALF,
+    LAWS,
+    ONE_OF_A_KIND,
+    RESUMED,
+    Setting,
+    Simulation,
+)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -85,9 +94,6 @@ def simulation(place: str, setting: Setting) -> Simulation:
     return Simulation(setting, n, k, run.index)
 
 
-# ---- laws ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", [*LAWS, "synchronous"])
 @pytest.mark.parametrize("place", PLACES)
 def test_models_follow_the_law(place: str, spec: str) -> None:
@@ -140,9 +146,6 @@ def test_global_average_keeps_the_mean_and_makes_all_alike(place: str, gossip: s
         np.testing.assert_allclose(models, expected[3::4], rtol=0, atol=1e-12)
 
 
-# ---- schemes that run freely, at given events ---------------------------------------------------
-
-
 def at_events(spec: str) -> FreeRun:
     return FreeRun(Setting(spec, steps=STEPS, momentum=0.9), trained("laws", 4).index)
 
@@ -163,9 +166,6 @@ def test_free_running_schemes_are_told_apart() -> None:
     ends = [at_events(spec).run()[-1] for spec in AT_EVENTS]
     apart = [np.abs(a - b).max() for a, b in itertools.combinations(ends, 2)]
     assert min(apart) > 1e-3
-
-
-# ---- golden trajectories -------------------------------------------------------------------------
 
 
 def summaries() -> dict[str, Any]:
@@ -196,9 +196,6 @@ def test_golden_file_is_not_overwritten_by_accident() -> None:
     assert ran.returncode == 1
     assert "--force" in ran.stderr
     assert (GOLDEN / "schemes.json").read_bytes() == before
-
-
-# ---- identities ---------------------------------------------------------------------------------
 
 
 def exactly(spec: str) -> Setting:
@@ -268,44 +265,6 @@ def test_identical_shards_give_the_trajectory_of_one_learner_to_the_bit(
     )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_delay_by_one_begins_with_the_step_of_synchronous_sgd(place: str) -> None:
-    run, _, _ = at(place)
-    first = run.super_learners(f"{place}/exact/delay_by_one")[0]
-    expected = run.models[f"{place}/exact/synchronous"][0, 0]
-    assert np.ptp(first, axis=0).max() > 0.1, "models stay apart by their own gradients"
-    np.testing.assert_allclose(first.mean(axis=0), expected, rtol=0, atol=1e-15)
-    if place != "3x1":
-        np.testing.assert_array_equal(first.mean(axis=0), expected)
-
-
-@pytest.mark.parametrize("place", ["2x2", THREE])
-def test_delay_by_one_is_lock_step_with_the_matrix_of_means(place: str) -> None:
-    """Rings of 2 and 3 mix with 11^T/n."""
-    run, _, _ = at(place)
-    ring = run.models[f"{place}/exact/synchronous_gossip:order=awc+fixed_ring"]
-    means = run.models[f"{place}/exact/delay_by_one"]
-    np.testing.assert_allclose(ring, means, rtol=0, atol=ROUNDING)
-    if place == "2x2":
-        np.testing.assert_array_equal(ring, means)
-
-
-@pytest.mark.parametrize("place", ["2x2", THREE])
-def test_averaging_after_the_step_on_a_complete_ring_is_model_averaging(place: str) -> None:
-    run, _, k = at(place)
-    setting = Setting("periodic_averaging:period=1", momentum=0.9 if k == 1 else 0.0)
-    found = run.super_learners(f"{place}/synchronous_gossip:order=atc+fixed_ring")
-    expected = simulation(place, setting).run()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=ROUNDING)
-
-
-def test_noloco_of_one_pair_without_momentum_is_model_averaging() -> None:
-    run, _, _ = at("2x2")
-    found = run.models["2x2/exact/noloco:period=2,rate=1,momentum=0"]
-    expected = run.models["2x2/exact/periodic_averaging:period=2"]
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_super_learners_of_one_are_all_learners() -> None:
     assert {facts["super_size"] for facts in trained("laws", 4).said["size/1"]} == {4}
     assert {facts["super_size"] for facts in trained("laws", 4).said["size/2"]} == {2}
@@ -338,9 +297,6 @@ def test_one_learner_is_the_plain_optimizer(name: str) -> None:
     assert said[f"1x1/{name}"][0]["digest"] == said["1x1/torch"][0]["digest"]
 
 
-# ---- the same in the super learner -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", ONE_OF_A_KIND)
 def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait(spec: str) -> None:
     require_same(trained("later", 4).said[f"2x2/free/{spec}"])
@@ -365,19 +321,7 @@ def test_learners_of_a_node_stay_the_same_with_a_second_model() -> None:
     assert sum(facts["work"] for facts in said) > 0
 
 
-# ---- checkpoints --------------------------------------------------------------------------------
-
-HALF = 10
 HOLDS = {"delayed_gradients": ["late"], "noloco:period=3": ["momentum", "slow"]}
-RESUMED = (
-    "delay_by_one",
-    "delayed_gradients",
-    "synchronous_gossip:order=awc+random_ring:seed=2",
-    "synchronous_gossip:order=atc+random_pairs:seed=1",
-    "noloco:period=3",
-    "periodic_averaging:period=4",
-    "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
-)
 
 
 @pytest.mark.parametrize("spec", RESUMED)
@@ -404,9 +348,6 @@ def test_settling_changes_what_is_delayed(spec: str) -> None:
     run = trained("later", 4)
     simulated = [Simulation(Setting(spec, 2 * HALF), 4, 1, run.index) for _ in range(2)]
     assert np.abs(simulated[0].run() - simulated[1].run(settle_after=HALF - 1)).max() > 1e-3
-
-
-FREE = ("random_pairs", "random_ring", "a2cid2", "gossip_pga:period=7")
 
 
 def mean_of_known_gradients(run: Trained, first: int, last: int, k: int = 1) -> Any:
@@ -447,9 +388,6 @@ def test_the_mean_model_goes_on_from_the_checkpoints(spec: str, place: str) -> N
     assert sum(facts["exchanges"] for facts in run.said[f"{place}/resumed/{spec}"]) > 0
 
 
-# ---- distance -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", ["random_pairs", "delay_by_one", "synchronous_gossip"])
 @pytest.mark.parametrize("place", PLACES)
 def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None:
@@ -466,8 +404,6 @@ def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None
         delayed = simulation(place, Setting(spec, steps=10, curvature=0.0)).run()[-1]
         np.testing.assert_allclose(run.models[case][::k, 0], delayed, rtol=0, atol=1e-12)
 
-
-# ---- wrong use and failures ---------------------------------------------------------------------
 
 REFUSED = {
     "a2cid2+random_pairs": ("ConfigError", ("random_pairs", "fixed_ring")),

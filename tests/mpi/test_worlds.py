@@ -130,8 +130,6 @@ def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> N
     refused(run_learners(1, REFUSED, env=env, launcher=None), "LaunchError", 1, *words)
 
 
-# ---- unequal hosts ------------------------------------------------------------------------------
-
 UNEQUAL = (
     """
     from hvd_adpsgd.launch import communicators
@@ -185,9 +183,6 @@ def test_form_super_learners() -> None:
     assert form_super_learners(placements(2, 3), 2, joined=True) == ((0, 1, 2, 3, 4),)
     with pytest.raises(TopologyError, match=r"node1.*SIZE=2.*3 learners"):
         form_super_learners(placements(2, 3), 2)
-
-
-# ---- again, and out -----------------------------------------------------------------------------
 
 
 def test_shutdown_init_and_merge() -> None:

@@ -61,9 +61,6 @@ seeds = st.integers(0, 10**6)
 scales = st.sampled_from([1e-12, 1e-5, 1.0, 1e7])
 
 
-# ---- the law
-
-
 @given(shapes, seeds, scales, st.sampled_from([0.0, 0.1, 4.0]))
 def test_rows_are_multiplied_by_the_smoothed_inverse_and_keep_their_norm(shape, seed, scale, alpha):
     dim, rank, n = shape
@@ -178,9 +175,6 @@ def test_directions_do_not_depend_on_the_scale_of_all_rows(seed, scale):
     torch.testing.assert_close(scaled.dense() / scale**2, plain.dense())
 
 
-# ---- when it moves
-
-
 def test_the_first_ten_minibatches_then_every_fourth():
     fisher, counts = OnlineFisher(12, 4, update_period=4), []
     for k in range(20):
@@ -242,9 +236,6 @@ def test_a_rank_too_large_becomes_one_less_than_the_dimension(dim, rank, expecte
     assert fisher.directions.shape == (expected, dim)
 
 
-# ---- state
-
-
 def test_a_resumed_estimate_gives_the_same_bits():
     one = started(12, 4, [rows(k, 30, 12) for k in range(11)])
     file = io.BytesIO()
@@ -288,9 +279,6 @@ def test_options_out_of_range(how, message):
 def test_rows_of_another_width():
     with pytest.raises(ConfigError, match=r"\(3, 4\) must be \(rows, 5\)"):
         OnlineFisher(5, 2).precondition(torch.zeros(3, 4))
-
-
-# ---- rows
 
 
 @given(st.integers(1, 9), st.integers(1, 7), st.booleans(), seeds)

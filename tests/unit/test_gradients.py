@@ -119,9 +119,6 @@ def test_a_gradient_changed_before_its_last_backward_pass_is_known() -> None:
     assert gradients.accumulating() == []
 
 
-# ---- replacements -------------------------------------------------------------------------------
-
-
 def notes(n: int = 2) -> list[Replacements]:
     """Of one super learner, in one process."""
     rows = np.zeros(n, list(gradients_module.COLUMNS))
@@ -162,9 +159,6 @@ def test_a_row_of_replacements_is_part_of_the_table() -> None:
     alone = Replacements(None, 0)
     alone.step(1, [torch.ones(1)])
     assert alone._rows["bits"][0, 1] == alone._mine["bits"][1] != 0
-
-
-# ---- mates --------------------------------------------------------------------------------------
 
 
 def mates(n: int = 2) -> list[Mates]:

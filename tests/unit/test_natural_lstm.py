@@ -128,9 +128,6 @@ def test_under_autocast():
     assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
 
 
-# ---- natural gradient
-
-
 def unrolled(module, x):
     """Outputs of one layer by plain autograd, the gates before they are squashed, and h before."""
     weights = dict(module.named_parameters())

@@ -99,9 +99,6 @@ def sides(inputs, outputs, one=True):
     )
 
 
-# ---- the gradient
-
-
 @pytest.mark.parametrize("one", [True, False])
 @pytest.mark.parametrize("shape", [(6,), (40,), (3, 2), (300,), (2, 3, 4)])
 def test_gradient_of_a_linear_map_is_the_product_of_preconditioned_rows(one, shape):
@@ -206,9 +203,6 @@ def test_directions_do_not_depend_on_the_scale_of_the_loss(power):
         assert_close([g / factors[1] for g in grads(other[0])], grads(one[0]))
 
 
-# ---- several passes, several uses
-
-
 @pytest.mark.parametrize("in_one_forward", [False, True])
 @pytest.mark.parametrize("cuts", [[10, 10], [3, 16, 1], [20]])
 def test_passes_or_uses_that_add_up_are_one_minibatch(cuts, in_one_forward):
@@ -289,9 +283,6 @@ def test_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
-
-
-# ---- not finite, mixed precision
 
 
 def test_a_minibatch_that_is_not_finite_shows_in_gradients_and_not_in_estimates():
@@ -392,9 +383,6 @@ def test_a_grad_scaler(told):
     assert_close(values(scaled), parameters, rtol=0, atol=0)
 
 
-# ---- the step
-
-
 @given(st.floats(0, 1e4), st.floats(0.01, 3), st.floats(0.01, 3), st.sampled_from([0.0, 0.9]))
 def test_no_step_is_longer_than_max_change(lr, overall, each, momentum):
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)).to(F64)
@@ -466,9 +454,6 @@ def test_a_closure():
         assert optimizer.step(closure).item() > 0
     train(*other, range(3))
     assert_close(values(model), values(other[0]))
-
-
-# ---- which modules
 
 
 class Tied(nn.Module):
@@ -552,9 +537,6 @@ def test_groups_and_a_part_of_the_model():
     assert moved(model, optimizer) == {"2.weight", "2.bias", "4.weight", "4.bias"}
 
 
-# ---- hooks
-
-
 def hooks_of(model):
     on_modules = sum(len(m._forward_hooks) for m in model.modules())
     return on_modules + sum(len(p._backward_hooks or ()) for p in model.parameters())
@@ -634,9 +616,6 @@ def test_relu_in_place_after_a_map():
         backward(m, X)
         found.append(grads(model))
     assert_close(found[0], found[1])
-
-
-# ---- states
 
 
 class Resumed(nn.Sequential):

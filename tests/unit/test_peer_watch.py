@@ -169,8 +169,6 @@ def test_groups_that_are_made_or_destroyed_later_are_not_compared(job: Job) -> N
     assert job.watch._begun() == peer_watch._FOREVER
 
 
-# ---- a peer in an operation inside the super learner -----------------------------------------------
-
 INSIDE = "allreduce at train.py:7"
 
 

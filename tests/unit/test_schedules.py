@@ -42,9 +42,6 @@ def _no_warning():
         yield
 
 
-# ---- warm-up and annealing
-
-
 def test_a_single_learner_is_constant_for_ten_epochs_then_annealed():
     taken = run(WarmupAnneal(optimizer(0.1)), 16)
     expected = [0.1] * 10 + [0.1 * ROOT, 0.05, 0.05 * ROOT, 0.025, 0.025 * ROOT, 0.0125]
@@ -121,9 +118,6 @@ def test_last_epoch_continues_from_an_optimizer_alone():
     second = WarmupAnneal(opt, scale=10, last_epoch=first.last_epoch - 1)
     assert rates_of(opt) == pytest.approx([0.5])
     assert run(second, 2) == pytest.approx([0.5, 0.6])
-
-
-# ---- newbob
 
 
 def fed(scheduler, losses):
@@ -224,9 +218,6 @@ def test_newbob_takes_over_where_a_warm_up_has_ended():
     for loss in (1.0, 1.0, 1.0):
         newbob.step(loss)
     assert rates_of(opt) == [lr / 2 for lr in before]
-
-
-# ---- refusals
 
 
 INF, NAN = float("inf"), float("nan")

@@ -229,9 +229,6 @@ def test_a_peer_that_wants_less_decides() -> None:
     assert plant.shares[-1] > 1 / 8
 
 
-# ---- bits -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_link_gets_few_bits_before_a_small_share(seed: int) -> None:
     """A link of 10 Gb/s becomes one of 10 Mb/s, and recovers."""
@@ -390,9 +387,6 @@ def test_it_begins_with_a_share_that_no_link_minds() -> None:
     control = ShareControl(BOUND, 1.0)
     assert control.share == FIRST_SHARE
     assert control.decide(Spent()) == FIRST_SHARE
-
-
-# ---- what exchanges cost --------------------------------------------------------------------
 
 
 def test_cost_by_hand() -> None:

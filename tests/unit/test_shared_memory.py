@@ -18,15 +18,6 @@ def test_a_model_with_nothing_to_average_has_a_mailbox_too():
     assert [flags.size for flags in empty.flags] == [0, 0, 0]
 
 
-def test_slots_and_flags_lie_apart_and_start_at_zero():
-    box = shared_memory.SharedSlots(5000, 3, TwoLearners())
-    for i, part in enumerate([*box.slots, *box.flags]):
-        assert not part.any()
-        part[:] = i + 1
-    for i, part in enumerate([*box.slots, *box.flags]):
-        assert (part == i + 1).all()
-
-
 @pytest.mark.parametrize("step", ["bcast", "allgather"])
 def test_memory_of_which_a_learner_is_lost_leaves_nothing(step, monkeypatch):
     def lost(*args, **options):

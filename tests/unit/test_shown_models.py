@@ -34,9 +34,6 @@ def average(a, b, chunk=0, wire=-1, weight=0.5):
     return found, *steps, square
 
 
-# ---- the loops -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [0, 1, 1024, 1025, 5000])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 @pytest.mark.parametrize("pending", [0, 1, 2])
@@ -105,9 +102,6 @@ def test_models_of_the_largest_numbers_have_a_finite_difference():
     assert average(a, b)[0] == MERGED
     np.testing.assert_array_equal(a.state(), 0.0)
     np.testing.assert_array_equal(b.state(), 0.0)
-
-
-# ---- the store -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -221,9 +215,6 @@ def test_what_changed_while_it_was_read_is_thrown_away():
         ended.set()
         trainer.join()
     assert min(found.values()) >= 20, found
-
-
-# ---- the memory ------------------------------------------------------------------------------------
 
 
 def meet(*memories):

@@ -182,9 +182,6 @@ def test_a_missing_wait_is_found(forgets):
     pytest.fail(f"40 seeds are right without {forgets}")
 
 
-# ---- one learner ---------------------------------------------------------------------------------
-
-
 def alone(values=None, dtype="float32", places=OnLagging) -> Learner:
     values = np.ones(COUNT) if values is None else values
     (learner,) = make_node(values, dtype, 1, 5, places, strided=True)

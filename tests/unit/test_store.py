@@ -177,9 +177,6 @@ def test_local_updates_made_meanwhile_are_kept():
     np.testing.assert_array_equal(a.model, 11.0)
 
 
-# ---- a super learner of several learners ------------------------------------------------------------------
-
-
 def test_a_follower_reads_what_its_leader_published():
     leader = Learner(np.zeros(8), node=True)
     follower = Learner(np.zeros(8), leader=leader)
@@ -218,9 +215,6 @@ def test_merging_goes_on_while_a_late_learner_reads_the_slot_of_the_step_before(
         leader.absorb(slot)
         late.absorb(slot)
         np.testing.assert_array_equal(leader.model, late.model)
-
-
-# ---- leases -------------------------------------------------------------------------------------
 
 
 def test_a_lease_is_of_one_chunk():
@@ -267,9 +261,6 @@ def test_a_store_has_two_or_three_slots(slots):
         Store(slots)
 
 
-# ---- promise 1 ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("every", [1, 4])
 @given(st.data())
@@ -303,9 +294,6 @@ def test_the_mean_moves_only_by_local_updates(dtype, every, data):
         learner.absorb(learner.store.publish())
     mean = np.mean([learner.state() for learner in learners], axis=0)
     np.testing.assert_allclose(mean, expected, rtol=0, atol=ROUNDING[dtype])
-
-
-# ---- 16 bits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -397,9 +385,6 @@ def test_a_16_bit_model_that_gets_no_correction_holds_nothing_back():
     assert not any(flags.any() for flags in a.shared.flags)
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_is_not_finite_is_reported():
     learner = Learner(np.ones(20))
     learner.model[13] = np.nan
@@ -457,9 +442,6 @@ def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: b
     learner.store.add_pending(learner.spans, np.array([copy.ctypes.data], dtype=np.uintp))
     np.testing.assert_allclose(copy, expected, rtol=0, atol=10 * ROUNDING[dtype])
     np.testing.assert_array_equal(learner.model, before)
-
-
-# ---- passes that leave out chunks
 
 
 def passed(learner: Learner, slot: int, every: int = 4, checked: int = 8) -> tuple[bool, list[int]]:

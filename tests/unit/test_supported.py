@@ -48,9 +48,6 @@ def test_plain_optimizers_pass() -> None:
             require_models(optimizer, None)
 
 
-# ---- parameters ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "cure"),
     [
@@ -129,9 +126,6 @@ def test_fully_shard_needs_super_learners_of_one_size() -> None:
         require_whole_shards(named, [2, 1], lambda ranks: True)
 
 
-# ---- master copies ------------------------------------------------------------------------------
-
-
 def refused(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> str:
     with pytest.raises(UnsupportedOptimizerError, match=r"torch\.autocast") as caught:
         require_models(optimizer, list(model.named_parameters()))
@@ -175,9 +169,6 @@ def test_state_of_master_copies_is_refused() -> None:
     optimizer = sgd(model)
     optimizer.state[model.weight]["master_param"] = torch.ones(4, 4)
     assert "master_param" in refused(optimizer, model)
-
-
-# ---- memory -------------------------------------------------------------------------------------
 
 
 def add(*tensors: torch.Tensor) -> None:

@@ -44,9 +44,6 @@ def test_slowest_fourier_mode_shrinks_by_the_second_eigenvalue(n):
     np.testing.assert_allclose(mixed, theorems.ring_eigenvalues(n)[1] * models, atol=1e-15)
 
 
-# ---- expected contraction, by enumerating every permutation
-
-
 def assert_exact_for_every_state(n, factor, matrices):
     """E[T^2] over the enumeration is the factor on disagreement, and 1 on the mean."""
     square = sum(matrix @ matrix for matrix in matrices) / len(matrices)
@@ -102,9 +99,6 @@ def test_randomised_ring_contraction_by_the_seeded_schedule():
     assert np.mean(factors) == pytest.approx(theorems.randomised_ring_contraction(n), rel=0.02)
 
 
-# ---- one exchange at a time
-
-
 def brute_event_contraction(n, edges, weight):
     """Largest eigenvalue on disagreement of the mean of T^T T over the edges."""
     square = sum(np.linalg.matrix_power(theorems.pair_matrix(n, *e, weight), 2) for e in edges)
@@ -122,9 +116,6 @@ def test_event_contraction_on_ring_and_complete_graph(n, weight):
 
 def test_event_contraction_of_a_cut_graph_is_one():
     assert theorems.event_contraction(4, [(0, 1), (2, 3)]) == pytest.approx(1)
-
-
-# ---- asking the fastest of three peers
 
 
 def drawn_seconds(n, seed):
@@ -149,9 +140,6 @@ def test_frequencies_of_draws():
     chosen = np.where(random.random(draws) < prefer, fastest, rows[:, 0])
     counts = np.bincount(chosen, minlength=n) / draws
     np.testing.assert_allclose(counts, theorems.asking(seconds, prefer)[0], atol=0.01)
-
-
-# ---- stationary disagreement
 
 
 def simulated_kappa(n, updates, steps=400, width=400):

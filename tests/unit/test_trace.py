@@ -27,9 +27,6 @@ def old(path: Path) -> Path:
     return path.with_suffix(".old.json")
 
 
-# ---- one learner --------------------------------------------------------------------------------
-
-
 def test_one_process_in_full(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     timeline = Timeline(path, rank=0, zero_s=1e9, label="node01:0")
@@ -152,9 +149,6 @@ def test_wrong_use(tmp_path: Path) -> None:
     timeline.close()
     timeline.complete("e", "engine", 0, 1)  # nothing more is written
     assert events(tmp_path / "trace.json") == []
-
-
-# ---- marks --------------------------------------------------------------------------------------
 
 
 def profiler(name: str) -> Any:

@@ -51,9 +51,6 @@ def step(model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
     optimizer.step()
 
 
-# ---- when it is wrapped -------------------------------------------------------------------------
-
-
 def other_names() -> None:
     model = linear()
     named = [(f"{name}{'x' * (hvd.rank() == 3)}", p) for name, p in model.named_parameters()]
@@ -178,9 +175,6 @@ def other_moments() -> None:
     if hvd.rank() == 1:
         Mine.step = lambda self, closure=None: None  # type: ignore[method-assign]
     wrap(linear(), Mine)
-
-
-# ---- later ---------------------------------------------------------------------------------------
 
 
 def gone_to_nan(case: str, **how: Any) -> None:

@@ -58,9 +58,6 @@ def error(tensors: list[torch.Tensor], means: list[torch.Tensor]) -> float:
     return max(float((t.double() - m).abs().max()) for t, m in zip(tensors, means, strict=True))
 
 
-# ---- averaged -------------------------------------------------------------------------------------
-
-
 def averaged(where: str, averaging: str) -> None:
     """The mean inside, one's own afterwards; with a second model, nested, and left by an exception."""
     model, copy = network(), expanded(network())
@@ -153,9 +150,6 @@ def not_finite(policy: str) -> None:
     told = outcome(look)
     kept = digest(model.parameters()) == before
     say(case=f"not finite/{policy}", kept=kept, inside=inside, **told)
-
-
-# ---- operations over all learners --------------------------------------------------------------------
 
 
 def synchronous() -> None:

@@ -61,9 +61,6 @@ def advance(p: torch.nn.Parameter, step: int, optimizer: Any) -> None:
     optimizer.step()
 
 
-# ---- steps that never come --------------------------------------------------------------------------
-
-
 def skipped(where: str) -> None:
     """Super learner 0 skips some steps as GradScaler does, also before all wait for each other."""
     for spec in sys.argv[1:]:
@@ -171,9 +168,6 @@ def waited_for(where: str) -> None:
     log.removeHandler(teller)
     step_rounds._PATIENCE_S = patience
     say(case=f"{where}/waited", steps=steps)
-
-
-# ---- means ------------------------------------------------------------------------------------------
 
 
 def nested(where: str) -> None:
@@ -290,9 +284,6 @@ def frozen(where: str) -> None:
                 optimizer.step()
                 moved.append(digest([q]) != before)
         say(case=f"{where}/frozen/{spec}", moved=moved)
-
-
-# ---- states -----------------------------------------------------------------------------------------
 
 
 def loaded(where: str, kept: dict[str, Any]) -> None:

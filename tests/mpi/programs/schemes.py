@@ -35,7 +35,17 @@ from hvd_adpsgd.strategies import STRATEGIES
 from hvd_adpsgd.training.reports import metrics_of
 from tests.mpi.events import FREE as AT_EVENTS
 from tests.mpi.events import PACES, STEPS, events
-from tests.mpi.simulation import EXACT, GOSSIP, KNOWN, LAWS, ONE_OF_A_KIND, Setting
+from tests.mpi.simulation import (
+    EXACT,
+    FREE,
+    GOSSIP,
+    HALF,
+    KNOWN,
+    LAWS,
+    ONE_OF_A_KIND,
+    RESUMED,
+    Setting,
+)
 
 SHAPES = [(3, 5), (), (66_001,)]  # more chunks of 64 KiB than are summed at a time
 SIZES = [15, 1, 66_001]
@@ -115,9 +125,6 @@ def super_learners_of(k: int, **how: Any) -> Iterator[str]:
     hvd.shutdown()
 
 
-# ---- laws and identities --------------------------------------------------------------------------
-
-
 def laws(where: str) -> None:
     momentum = 0.9 if hvd.super_size() == hvd.size() else 0.0
     for spec in LAWS:
@@ -130,9 +137,6 @@ def identities(where: str) -> None:
         "periodic_averaging:period=2",
         "periodic_averaging:period=2,warm_up=3",
         "periodic_averaging:period=2,block_momentum=1e-300",  # the rule, and as good as no momentum
-        "noloco:period=2,rate=1,momentum=0",
-        "delay_by_one",
-        "synchronous_gossip:order=awc+fixed_ring",
     ):
         follow(f"{where}/exact/{spec}", Setting(spec, **EXACT))
     for spec in (
@@ -225,9 +229,6 @@ def distances(where: str) -> None:
             MODELS[f"{where}/distance/{spec}"] = np.array([models, look(model)])
         facts = {"measured": measured, "expected": float(expected), "kept": kept}
         say(case=f"{where}/distance/{spec}", **facts)
-
-
-# ---- what else ------------------------------------------------------------------------------------
 
 
 def free_running(where: str, specs: tuple[str, ...]) -> None:
@@ -351,21 +352,6 @@ def mean_in_a_block(where: str) -> None:
             say(case=f"{where}/of the mean/{spec}", again=not optimizer._averaging.restart, **facts)
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------
-
-RESUMED = (
-    "delay_by_one",
-    "delayed_gradients",
-    "synchronous_gossip:order=awc+random_ring:seed=2",
-    "synchronous_gossip:order=atc+random_pairs:seed=1",
-    "noloco:period=3",
-    "periodic_averaging:period=4",
-    "periodic_averaging:period=4,block_momentum=0.75,block_rate=0.8,nesterov=1",
-)
-FREE = ("random_pairs", "random_ring", "a2cid2", "gossip_pga:period=7")
-HALF = 10
-
-
 def keep(folder: Path, spec: str, model: Any, optimizer: Any) -> None:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, folder / f"{spec.replace('+', '-')} {hvd.rank()}.pt")
@@ -470,9 +456,6 @@ def resume_free(folder: Path, case: str, spec: str, files: list[int]) -> None:
         hvd.average_model(model)
         MODELS[case] = look(model)[np.newaxis]
     say(case=case, exchanges=exchanges)
-
-
-# ---- the groups -----------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -143,9 +143,6 @@ class Steps:
         return float((found - mean_of_counterparts(self.start + self.own)).abs().max())
 
 
-# ---- cases: each returns what is said ---------------------------------------------------------------
-
-
 def law(
     optimizer: str,
     dtype: str = "float64",
