@@ -97,19 +97,12 @@ KILLED = """
     import hvd_adpsgd.torch as hvd
     from hvd_adpsgd.engine.peers import PeerState
     from hvd_adpsgd.training.presence import live
+    from tests.sharing import Training
     hvd.init()
-    model = torch.nn.Linear(1000, 100, bias=False).double()
-    torch.manual_seed(hvd.super_rank())
-    with torch.no_grad():
-        model.weight.copy_(torch.randint(-100, 100, model.weight.shape) / 8)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
-    flat = model.weight.detach().reshape(-1)
+    training = Training(100, 1000, dtype=torch.float64)
     def steps(n):
         for _ in range(n):
-            optimizer.zero_grad()
-            model.weight.sum().backward()
-            optimizer.step()
+            training.step()
     steps(20)
     if hvd.rank() == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,14 +113,14 @@ KILLED = """
         mine = torch.tensor([float(PeerState.FAILED in map(PeerState, engine.loop.peers()))])
         seen = hvd.allreduce(mine, op=hvd.Min, process_set=hvd.super_learner).item()
     with hvd.averaging_paused():
-        before = hvd.allreduce(flat, op=hvd.Average)
+        training.began = training.mean()
     first, ends, met = sum(hvd.metrics()["peers"]), time.monotonic() + 60, [False]
     while not all(met):  # they go on
         steps(10)
         met = hvd.allgather_object(sum(hvd.metrics()["peers"]) > first)
         assert time.monotonic() < ends, met
     with hvd.averaging_paused():
-        drift = (hvd.allreduce(flat, op=hvd.Average) - before).abs().max().item()
+        drift = training.drift()
     say(rank=hvd.rank(), states=[PeerState(s).name for s in engine.loop.peers()], drift=drift,
         failed=hvd.failed_ranks())
 """

@@ -1,4 +1,4 @@
-"""An exchange that moves a share of the model: the mean stays exact, each chunk has its turn."""
+"""An exchange that moves a share of the model: the mean stays exact, each chunk has its turn; "auto"."""
 
 from __future__ import annotations
 
@@ -15,40 +15,27 @@ CHUNKS = 1000 * 600 * 4 / 2**16  # of 64 KiB
 PARTS = {"": (1.0, 1.0), "bfloat16": (0.5, 0.5), "int8": (0.25, 0.51), "int4": (0.125, 0.51)}
 WHOLE = math.ceil(CHUNKS)
 SHARES = """
-    import torch
     import hvd_adpsgd.torch as hvd
+    from tests.sharing import Training
     hvd.init()
     share, wire = sys.argv[1], sys.argv[2] or None
-    model = torch.nn.Linear(1000, 600, bias=False)  # CHUNKS
-    torch.manual_seed(hvd.super_rank())
-    with torch.no_grad():
-        model.weight.copy_(torch.randint(-1000, 1000, model.weight.shape) / 8)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        named_parameters=model.named_parameters(),
-        exchange_share=share if share == "auto" else float(share),
-        wire_dtype=wire,
-    )
-    flat = model.weight.detach().reshape(-1)
-    mean = lambda: hvd.allreduce(flat.double(), op=hvd.Average)
-    by_chunk = lambda mean: (flat.double() - mean).pow(2).view(-1, 12000).mean(1).sqrt().tolist()
-    before, ends, done = mean(), time.monotonic() + 60, [False]
-    first = by_chunk(before)
+    share = share if share == "auto" else float(share)
+    training = Training(600, 1000, exchange_share=share, wire_dtype=wire)  # CHUNKS
+    flat = training.model.weight.detach().double()
+    by_chunk = lambda: (flat - training.mean()).pow(2).view(-1, 12000).mean(1).sqrt().tolist()
+    first, ends, done = by_chunk(), time.monotonic() + 60, [False]
     while not all(done):
         for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.ones(1, 1000)).sum().backward()
-            optimizer.step()
+            training.step()
         with hvd.averaging_paused():
-            now = mean()
-            drift = (now - before).abs().max().item()
-            last, metrics = by_chunk(now), hvd.metrics()  # at rest: of whole exchanges
+            flat, drift = training.model.weight.detach().double(), training.drift()
+            last, metrics = by_chunk(), hvd.metrics()  # at rest: of whole exchanges
             done = hvd.allgather_object(max(last) < 1 or time.monotonic() > ends)
     nbytes = metrics["bytes_sent"] + metrics["bytes_shared"]
     say(rank=hvd.rank(), drift=drift, first=first, last=last, exchanges=metrics["exchanges"],
-        nbytes=nbytes, total=4 * flat.numel(), distance=metrics["consensus_distance"],
-        share=metrics["exchange_share"])
+        nbytes=nbytes, total=4 * flat.numel(), share=metrics["exchange_share"])
 """
+ALONE = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1", "ADPSGD_CHUNK_KIB": "64"}
 
 
 @pytest.mark.parametrize(
@@ -65,12 +52,8 @@ SHARES = """
 def test_each_chunk_has_its_turn_and_the_mean_is_kept(
     share: float, wire: str, same_host: str
 ) -> None:
-    env = {
-        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
-        "ADPSGD_CHUNK_KIB": "64",
-        "ADPSGD_SAME_HOST": same_host,
-        "HVD_ADPSGD_AVERAGING": f"random_pairs:prefer_fast={0.9 if same_host == 'mpi' else 0}",
-    }
+    averaging = f"random_pairs:prefer_fast={0.9 if same_host == 'mpi' else 0}"
+    env = {**ALONE, "ADPSGD_SAME_HOST": same_host, "HVD_ADPSGD_AVERAGING": averaging}
     result = run_learners(3, SHARES, args=[str(share), wire], env=env).checked()
     moved = math.ceil(WHOLE * share)  # chunks; one of them may be the last one, which is shorter
     most, least = moved / CHUNKS, (moved - (WHOLE - CHUNKS)) / CHUNKS
@@ -84,11 +67,7 @@ def test_each_chunk_has_its_turn_and_the_mean_is_kept(
 
 
 def test_share_and_bits_are_chosen_and_the_mean_is_kept() -> None:
-    env = {
-        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
-        "ADPSGD_CHUNK_KIB": "64",
-        "ADPSGD_SAME_HOST": "mpi",
-    }
+    env = {**ALONE, "ADPSGD_SAME_HOST": "mpi"}
     result = run_learners(3, SHARES, args=["auto", "auto"], env=env).checked()
     for facts in result.by_rank():
         assert facts["drift"] < 1e-4
@@ -98,33 +77,24 @@ def test_share_and_bits_are_chosen_and_the_mean_is_kept() -> None:
 
 WRONG = """
     import torch
-    import hvd_adpsgd
     import hvd_adpsgd.torch as hvd
+    from tests.mpi.programs.learner import outcome, wrap
     hvd.init()
     model = torch.nn.Linear(10, 10)
-    told = []
-    for share, averaging in (
-        (0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs"),
-        ("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs"),
-        (1.0, "gossip_pga+random_pairs:prefer_fast=0.9"),
-    ):
-        try:
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.0),
-                named_parameters=model.named_parameters(),
-                exchange_share=share,
-                averaging=averaging,
-            )
-        except hvd_adpsgd.ConfigError as error:
-            told.append(str(error))
+    told = [
+        outcome(lambda: wrap(model, exchange_share=share, averaging=averaging)).get("text")
+        for share, averaging in (
+            (0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs"),
+            ("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs"),
+            (1.0, "gossip_pga+random_pairs:prefer_fast=0.9"),
+        )
+    ]
     say(rank=hvd.rank(), told=told)
 """
 
 
 def test_a_share_that_makes_no_sense_is_refused() -> None:
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    result = run_learners(4, WRONG, env=env).checked()
-    for facts in result.by_rank():
+    for facts in run_learners(4, WRONG, env=ALONE).checked().by_rank():
         assert len(facts["told"]) == 7
         assert "exchange_share=0.5 with averaging=delay_by_one" in facts["told"][0]
         assert "exchange_share=auto with averaging=delay_by_one" in facts["told"][3]
@@ -132,3 +102,46 @@ def test_a_share_that_makes_no_sense_is_refused() -> None:
         assert "auto, or > 0 and <= 1" in facts["told"][5]
         assert all("exchange_share" in told for told in facts["told"][:6])
         assert "only plain gossip prefers fast peers" in facts["told"][6]
+
+
+AUTO = """
+    import hvd_adpsgd.torch as hvd
+    from tests.sharing import Training
+    hvd.init()
+    falls = sys.argv[1] == "falls"
+    training = Training(600, 1000, idle_s=0.01, exchange_share="auto")  # 37 chunks of 64 KiB
+    ends, done, shares = time.monotonic() + 90, [False], set()
+    while not all(done):
+        for _ in range(16):
+            training.step()
+            if hvd.is_leader():
+                shares.add(hvd.metrics()["exchange_share"])
+        with hvd.averaging_paused():
+            drift = training.drift()
+            gone = not hvd.is_leader() or (min(shares) < 1 / 64 if falls else max(shares) > 1 / 4)
+            done = hvd.allgather_object(gone or time.monotonic() > ends)
+    metrics = hvd.metrics()
+    say(rank=hvd.rank(), leads=hvd.is_leader(), drift=drift, shares=sorted(shares),
+        overhead=metrics["exchange_overhead"], share=metrics["exchange_share"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "bound", "size"),
+    [
+        ("falls", "1e-9", "1"),
+        pytest.param("rises", "1", "1", marks=pytest.mark.extended),
+        pytest.param("falls", "1e-9", "2", marks=pytest.mark.extended),
+    ],
+)
+def test_the_share_follows_the_bound_and_the_mean_is_kept(way: str, bound: str, size: str) -> None:
+    env = {**ALONE, "HVD_ADPSGD_SUPER_LEARNER_SIZE": size, "HVD_ADPSGD_MAX_OVERHEAD": bound}
+    result = run_learners(4, AUTO, args=[way], env=env).checked()
+    for facts in result.by_rank():
+        assert facts["drift"] < 1e-4
+        if not facts["leads"]:
+            continue
+        shares = facts["shares"]
+        assert 1 / 16 in shares  # the first one
+        assert facts["overhead"] >= 0 and facts["share"] in shares
+        assert shares[0] < 1 / 64 if way == "falls" else shares[-1] > 1 / 4
