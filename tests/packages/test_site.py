@@ -1,4 +1,4 @@
-"""`make docs`: a site that asks no other server, and that works when it is opened from files.
+"""`make docs`: a site that asks no other server.
 
 Its tools come from the package index, and the scripts that it ships from npm's.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import browser
 from tests.packages.test_packages import ROOT, Environment, run
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -63,25 +62,6 @@ def test_nothing_comes_from_another_server(site: Path) -> None:
         assert ('class="mermaid"' in text) == any("/mermaid-" in one for one in loaded), page
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text()), style
-
-
-def test_it_works_when_it_is_opened_from_files(site: Path, tmp_path: Path) -> None:
-    with browser(tmp_path) as page:
-        page.show((site / "index.html").as_uri(), 1280, scheme="dark")
-        page.wait_for("document.querySelector('div.mermaid')?.offsetHeight > 100")
-        assert page.value("document.querySelector('pre.mermaid')") is None
-        assert page.value("document.body.dataset.mdColorScheme") == "slate"
-        page.picture(tmp_path / "index.png")
-        page.show((site / "index.html").as_uri(), 400)
-        page.wait_for("document.querySelector('div.mermaid')?.offsetWidth > 500")
-        page.value(
-            "document.querySelector('[data-md-toggle=search]').click();"
-            "const box = document.querySelector('[data-md-component=search-query]');"
-            "box.focus(); box.value = 'staleness'; box.dispatchEvent(new Event('keyup'))"
-        )
-        page.wait_for("document.querySelectorAll('.md-search-result__item').length > 2")
-        assert {url.partition(":")[0] for url in page.requests} <= {"file", "data", "about", "blob"}
-        assert not page.refused
 
 
 def test_without_npm_diagrams_are_text(environment: Environment, tmp_path: Path) -> None:
