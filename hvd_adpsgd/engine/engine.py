@@ -33,7 +33,7 @@ from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
 from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
-from hvd_adpsgd.engine.metrics import ExchangeMetrics
+from hvd_adpsgd.engine.metrics import PEER_TABLES, ExchangeMetrics
 from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
@@ -443,7 +443,8 @@ class Engine:
 
     def _counted(self, loop: Loop) -> dict[str, Any]:
         counters = loop.counters()
-        counters["peers"] = self._by_super_rank(counters.pop("met"), 0)
+        for table in PEER_TABLES:
+            counters[table.name] = self._by_super_rank(counters[table.name], 0)
         return counters
 
     def view(self) -> dict[str, Any]:

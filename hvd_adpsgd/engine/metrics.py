@@ -55,6 +55,7 @@ class Table(NamedTuple):
     prometheus: str | None = None
 
 
+# the engine counts by peer in the order of `PeerCount` (mailbox.pxd)
 PEER_TABLES = (Table("peers", "exchanges by pair", "peer", "pair_exchanges"),)
 TABLES = (
     *PEER_TABLES,

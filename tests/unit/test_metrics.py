@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
+from hvd_adpsgd.engine.metrics import PEER_TABLES, Counters, ExchangeMetrics
 from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 
 
@@ -103,7 +103,7 @@ class Forgetful(Engine):
 def test_an_engine_may_be_released_while_another_thread_reads_it(read):
     loop = MagicMock()
     loop.peers.return_value = [0]
-    loop.counters.return_value = {"met": [0]}
+    loop.counters.return_value = {table.name: [0] for table in PEER_TABLES}
     loop.view.return_value = {}
     loop.take_events.return_value = []
     read(Forgetful(loop))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hvd_adpsgd.engine.metrics import PEER_TABLES
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 from hvd_adpsgd.watching import prometheus, watcher
 from hvd_adpsgd.watching.prometheus import Exporter
@@ -40,7 +41,7 @@ def filled() -> Run:
         scalars={"loss": 0.2, ODD: 1.0, "none": math.nan},
     )
     tracks = {i: Track(f"node{i} {ODD}, learner {i}", [report]) for i in range(3)}
-    tracks[0].tables = {"peers": {1: 7, 2: 5}}
+    tracks[0].tables = {table.name: {1: 7, 2: 5} for table in PEER_TABLES}
     return Run(tracks, [Event(1e9, "failed", 2, ""), Event(1e9, "alert", 1, "")])
 
 

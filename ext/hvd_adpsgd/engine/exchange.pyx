@@ -32,8 +32,8 @@ from hvd_adpsgd.engine.partners cimport choose, eligible, note_speed
 from hvd_adpsgd.engine.pairs cimport (RETRY_FIRST_S, allocate, become, enlist, find, has_room, posted, release_side, retire,
                                       return_buffers, sweep, transfer_failed)
 from hvd_adpsgd.engine.mailbox cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED, FAULT_LAYOUT, FAULT_MEMORY, FAULT_NONE,
-                                     FAULT_WEIGHT, NO_STEP, Event, Orders, add, add_double, latch, load, record,
-                                     spend_credit, store, store_count, store_double)
+                                     FAULT_WEIGHT, MET, NO_STEP, Event, Orders, add, add_double, count_of, latch, load, record,
+                                     spend_credit, store, store_double)
 from hvd_adpsgd.engine.windows cimport move_on, next_first, open_window, turn_elements, window_of
 from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, Status, receive, send, test_once
 
@@ -422,7 +422,7 @@ cdef void finish(Core* e, Exchange* x) noexcept nogil:
         add_double(&e.mailbox.counters.square, square)
         add(&e.mailbox.counters.square_elements, x.elements)
         store_double(&e.mailbox.counters.last_square, square)
-    store_count(&e.mailbox.met[x.peer], e.mailbox.met[x.peer] + 1)
+    add(count_of(&e.mailbox, MET, x.peer), 1)
     record(&e.mailbox, event)
     return_buffers(&e.pairs, x)
     become(e, x, IDLE)

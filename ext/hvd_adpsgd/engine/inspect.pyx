@@ -18,6 +18,8 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.mailbox cimport *
 from hvd_adpsgd.engine.store cimport pthread_mutex_t
 
+from hvd_adpsgd.engine.metrics import PEER_TABLES
+
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
@@ -185,7 +187,8 @@ cdef counters_of(Core* e):
         "exchange_s": load_double(&c.exchange_s), "busy_s": load_double(&c.busy_s), "link_s": load_double(&c.link_s), "means": load(&c.means), "mean_s": load_double(&c.mean_s),
         "mean_square": load_double(&c.mean_square),
         "staleness": [load(&c.staleness[i]) for i in range(HISTOGRAM)],
-        "met": [load_count(&e.mailbox.met[i]) for i in range(e.wire.size)],
+        **{table.name: [load(count_of(&e.mailbox, <PeerCount>what, i)) for i in range(e.wire.size)]
+           for table, what in zip(PEER_TABLES, range(PEER_COUNTS), strict=True)},
     }
 
 
@@ -198,7 +201,7 @@ cdef view_of(Core* e, bint running):
     exchanges = {seen.exchanges[i].peer: exchange_view(&seen.exchanges[i], t) for i in range(seen.nexchanges)}
     idle = {"exchange": "idle", "we_asked": False, "parked": False, "number": 0, "chunks": 0, "begun": 0,
             "merged": 0, "age_s": None, "silent_s": None}
-    peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load_count(&e.mailbox.met[i]),
+    peers = [{"peer": i, "state": states[seen.states[i]], "exchanges": load(count_of(&e.mailbox, MET, i)),
               **exchanges.get(i, idle)} for i in range(e.wire.size)]
     view = {
         "ended": bool(load(&e.mailbox.ended)), "step": given.step, "fit": bool(given.fit),

@@ -325,10 +325,10 @@ cdef class Loop:
         p.given.wire_format = e.pairs.wire_format
         p.orders = p.given
         p.in_flight_step = NO_STEP
-        p.met = <uint32_t*>calloc(n, sizeof(uint32_t))
+        p.by_peer = <int64_t*>calloc(n * PEER_COUNTS, sizeof(int64_t))
         if options.timeline:
             p.events = <Event*>calloc(EVENTS, sizeof(Event))
-        if not (e.generations and p.met and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
+        if not (e.generations and p.by_peer and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
                 and open_control(&e.control, n)
                 and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])
                 and (prefer <= 0 or open_speeds(&e.pairs, wire.calls.rank, n, prefer))
@@ -351,7 +351,7 @@ cdef class Loop:
         close_membership(&e.membership)
         close_control(&e.control)
         close_reports(&e.reports)
-        free(e.mailbox.met)
+        free(e.mailbox.by_peer)
         free(e.mailbox.events)
         free(e.mailbox.inspection)
         for i in range(e.ngenerations):
@@ -657,7 +657,7 @@ cdef class Loop:
 
     def met(self, int peer):
         """Return how many exchanges with `peer` have finished."""
-        return load_count(&self.core.mailbox.met[peer])
+        return load(count_of(&self.core.mailbox, MET, peer))
 
     def finished(self):
         return load(&self.core.mailbox.finished)

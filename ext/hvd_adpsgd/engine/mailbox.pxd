@@ -24,8 +24,6 @@ cdef extern from *:
     """
     int64_t load "adpsgd_load"(int64_t*) nogil
     void store "adpsgd_store"(int64_t*, int64_t) nogil
-    uint32_t load_count "adpsgd_load"(uint32_t*) nogil
-    void store_count "adpsgd_store"(uint32_t*, uint32_t) nogil
     char load_byte "adpsgd_load"(char*) nogil
     void store_byte "adpsgd_store"(char*, char) nogil
     double load_double "adpsgd_load_double"(double*) nogil
@@ -111,6 +109,10 @@ cdef struct Orders:         # what the trainer wants
     int wire_format         # of chunks over the wire; a peer may want fewer bits
     double leave_within     # s; upper bound of leave_deadline_s when the engine leaves; 0: none
 
+cdef enum PeerCount:        # what is counted by peer: the tables PEER_TABLES of metrics.py, in their order
+    MET                     # finished exchanges
+    PEER_COUNTS
+
 cdef struct Mailbox:
     pthread_mutex_t gate    # protects `given`
     Doorbell* doorbell      # wakes the thread: rung by the trainer, and over MPI by peers that share memory
@@ -131,13 +133,17 @@ cdef struct Mailbox:
     int64_t peer_events     # counts changes of the membership
     int64_t finished        # counts exchanges that are over
     int64_t ended           # the thread has ended
-    uint32_t* met           # counts finished exchanges, by peer
+    int64_t* by_peer        # PEER_COUNTS counts of each peer, see count_of
     int64_t fault           # Fault
     int fault_code
     int fault_peer
     Event* events
     int64_t events_written
     int64_t events_read
+
+
+cdef inline int64_t* count_of(Mailbox* p, PeerCount what, int peer) noexcept nogil:
+    return &p.by_peer[peer * PEER_COUNTS + what]
 
 
 cdef inline void read_orders(Mailbox* p) noexcept nogil:

@@ -21,7 +21,7 @@ from hvd_adpsgd_lab.simulation.coverage import MESSAGES, STATES
 from hvd_adpsgd_lab.simulation.faults import FAULTS
 
 from hvd_adpsgd.engine.loop cimport OVER, SLEEP, Rest, begin_turns, end_turns, turn
-from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MPI, HISTOGRAM
+from hvd_adpsgd.engine.mailbox cimport FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MPI, HISTOGRAM, MET, count_of
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd_lab.simulation.admission cimport come, read_letter
 from hvd_adpsgd_lab.simulation.chance cimport between, draw
@@ -384,7 +384,7 @@ cdef class Job(JobState):
         for i in range(self.n):
             peers = 0
             for j in range(self.actors[i].size if self.actors[i].core != NULL else 0):
-                peers += self.actors[i].core.mailbox.met[j] != 0
+                peers += count_of(&self.actors[i].core.mailbox, MET, j)[0] != 0
             out.append((bytes_sent(self.net, i), self.net.links[i].sent_messages, peers))
         return out
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_adpsgd.engine.core cimport Core, generation
 from hvd_adpsgd.engine.membership cimport LEFT
-from hvd_adpsgd.engine.mailbox cimport load, load_count
+from hvd_adpsgd.engine.mailbox cimport MET, count_of, load
 from hvd_adpsgd.engine.store cimport Memory, Store, chunk_at
 from hvd_adpsgd_lab.simulation.chance cimport between, draw
 from hvd_adpsgd_lab.simulation.promises cimport check_replaced, check_versions, versions_of
@@ -312,7 +312,7 @@ cdef void begin_pairs(JobState job, int i, int64_t number):
     row = table[number % len(table)]
     for k in range(2):
         a.round_peers[k] = row[k]
-        a.round_met[k] = load_count(&a.core.mailbox.met[a.round_peers[k]]) if row[k] >= 0 else 0
+        a.round_met[k] = load(count_of(&a.core.mailbox, MET, a.round_peers[k])) if row[k] >= 0 else 0
     job.loops[i].begin_round(number + 1, row[0])
     a.in_round = True
 
@@ -330,7 +330,7 @@ cdef bint round_over(JobState job, Actor* a):
         return load(&a.core.mean.finished) >= a.mean
     for k in range(2):
         peer = a.round_peers[k]
-        if peer >= 0 and load_count(&a.core.mailbox.met[peer]) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
+        if peer >= 0 and load(count_of(&a.core.mailbox, MET, peer)) == a.round_met[k] and a.core.membership.states[peer] < LEFT:
             return False
     return True
 
