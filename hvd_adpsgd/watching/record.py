@@ -1,11 +1,14 @@
-"""The record of a run on disk: a folder with a file of JSON lines per super learner.
+"""The record of a run on disk: a folder with two files of JSON lines per super learner.
 
+    2.events.jsonl
     {"kind": "start", "time_s": ..., "super_learner": 2, "name": "node3, learner 16", ...}
-    {"kind": "report", "time_s": ..., "step": ..., "scalars": {"loss": ...}, "peers": {"0": 17}, ...}
     {"kind": "event", "time_s": ..., "event": "failed", "about": 1, "text": "..."}
 
-A file grows with the logarithm of the run's time: reports become rarer. A reader skips a last line that is
-truncated.
+    2.jsonl
+    {"kind": "report", "time_s": ..., "step": ..., "scalars": {"loss": ...}, "peers": {"0": 17}, ...}
+
+A file of reports grows with the logarithm of the run's time: reports become rarer. A reader skips a last line
+that is truncated.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _MOST_SUPER_LEARNERS = 1_000_000
 
 
 class Record:
-    """Writer of the file of one super learner, used by its leader; appends to the file of an earlier run.
+    """Writer of the files of one super learner, used by its leader; appends to those of an earlier run.
 
     Args:
         folder: folder of the record; made if missing.
@@ -49,7 +52,7 @@ class Record:
         every_s: least seconds between two reports of one super learner at the beginning of the run.
 
     Raises:
-        ConfigError: if the file cannot be opened.
+        ConfigError: if a file cannot be opened.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Record:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] | None = _opened(self.path)
+            self._events = _opened(_events_of(self.path))
         except OSError as error:
             raise ConfigError(
                 f"no record: HVD_ADPSGD_RECORD is {str(folder)!r}, where {self.path.name} cannot be "
@@ -93,8 +97,9 @@ class Record:
         if self._file is None:
             return
         try:
-            self._file.write(_line(kind, fields) + "\n")
-            self._file.flush()
+            file = self._file if kind == "report" else self._events
+            file.write(_line(kind, fields) + "\n")
+            file.flush()
         except OSError as error:
             log.warning("record %s ends here, training continues: %s.", self.path, error.strerror)
             self._file = None
@@ -124,10 +129,15 @@ class Record:
             )
 
     def close(self) -> None:
-        """Close the file; idempotent."""
+        """Close the files; idempotent."""
         if self._file is not None:
             self._file.close()
+            self._events.close()
             self._file = None
+
+
+def _events_of(path: Path) -> Path:
+    return path.with_suffix(".events.jsonl")
 
 
 def _opened(path: Path) -> IO[str]:
@@ -218,7 +228,7 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
 
     Args:
         folder: the folder that HVD_ADPSGD_RECORD named.
-        newest: read only the first line and the last so many bytes of each file; None: all.
+        newest: read only the reports in the last so many bytes of each file; None: all.
 
     Raises:
         ConfigError: if the folder holds no record, or a file cannot be read.
@@ -227,7 +237,7 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
     try:
         paths = _paths(Path(folder))
         for writer, path in paths.items():
-            for found in _lines(path, newest):
+            for found in [*_lines(_events_of(path), None), *_lines(path, newest)]:
                 reading.take(writer, found, paths)
     except OSError as error:
         raise ConfigError(
@@ -253,16 +263,15 @@ def _paths(folder: Path) -> dict[int, Path]:
 
 
 def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a file, parsed; with `newest` only the first line and the last bytes."""
+    """Yield the complete lines of a file, parsed; with `newest` only those in the last so many bytes."""
+    if not path.is_file():
+        return
     with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        if newest is not None and size > newest:
-            first = _parsed(file.readline())
-            file.seek(max(file.tell(), size - newest))
+        if newest is not None and file.seek(0, os.SEEK_END) > newest:
+            file.seek(-newest, os.SEEK_END)
             file.readline()
-            if first:
-                yield first
+        else:
+            file.seek(0)
         for line in file:
             if found := _parsed(line):
                 yield found
@@ -282,9 +291,6 @@ class _Reading:
     def __init__(self) -> None:
         self._tracks: dict[int, Track] = {}
         self._events: list[tuple[Event, int]] = []  # (event, super_rank of the file's writer)
-        self._states: set[tuple[float, str, int]] = (
-            set()
-        )  # (since, state, super_rank) found in reports
         self._about: tuple[float, dict[str, Any]] = (
             -math.inf,
             {},
@@ -314,10 +320,6 @@ class _Reading:
         report = Report.from_dict(found)
         tables = {t.name: _counts(found[t.name]) for t in TABLES if t.name in found}
         every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
-        for i, (what, since_s) in found.get("states", {}).items():
-            if what in _STATES:
-                since_s = number(since_s, 0, LATEST_S)
-                self._states.add((since_s, what, whole(i, _MOST_SUPER_LEARNERS)))
         track = self._tracks.setdefault(about, Track())
         track.reports.append(report)
         track.tables |= tables
@@ -351,14 +353,7 @@ class _Reading:
         about = self._about[1]
         if math.isfinite(self._size[0]):
             about = {**about, "super_size": self._size[1]}
-        events = _merged(self._events)
-        for time_s, what, i in self._states:
-            if not any(
-                (e.what, e.about) == (what, i) and abs(e.time_s - time_s) < _SAME_S for e in events
-            ):
-                events.append(Event(time_s, what, i, f"super learner {i}: {what}"))
-        events.sort(key=lambda event: event.time_s)
-        return Run(tracks, events, about)
+        return Run(tracks, _merged(self._events), about)
 
 
 def _counts(found: Mapping[str, Any]) -> dict[int, int]:

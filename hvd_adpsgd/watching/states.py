@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 from hvd_adpsgd.engine.peers import PeerState
@@ -27,7 +26,6 @@ class States:
 
     Attributes:
         suspect: suspect super learners by super_rank: since when, time.monotonic.
-        ill: super learners in trouble, by super_rank: "suspect" or "failed", and since when, time.time.
     """
 
     def __init__(self, world: World, note: Note):
@@ -37,7 +35,6 @@ class States:
         self._every_s = world.config.report_s
         self._states = [PeerState.ALIVE] * world.super_size
         self.suspect: dict[int, float] = {}
-        self.ill: dict[int, tuple[str, float]] = {}
 
     def update(self, world: World, now_s: float) -> None:
         """Note which super learners became suspect, answered again, left, failed or joined since then."""
@@ -53,9 +50,6 @@ class States:
             if now is not before:
                 what = "joined" if before in _GONE and now not in _GONE else now.name.lower()
                 self._tell(what, i)
-                self.ill.pop(i, None)
-                if now in (PeerState.SUSPECT, PeerState.FAILED):
-                    self.ill[i] = what, time.time()
         self._states = states
         self.suspect = {
             i: self.suspect.get(i, now_s)

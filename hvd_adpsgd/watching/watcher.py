@@ -160,12 +160,9 @@ class Watcher:
         record = self._record
         if record is None:
             return
-        own, size = known[world.super_rank], world.super_size
-        more = {"every_s": record.every_s, "super_size": size, **_tables(counters)}
-        if speaks and self._states.ill:  # in each report, for readers of the end of the file alone
-            more["states"] = self._states.ill
         record.look(time.monotonic())
-        record.report(world.super_rank, own, last=last, **more)
+        more = {"every_s": record.every_s, **_tables(counters)}
+        record.report(world.super_rank, known[world.super_rank], last=last, **more)
         if not speaks:
             return
         for i, report in known.items():

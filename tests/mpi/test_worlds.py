@@ -278,7 +278,7 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
     result = run_learners(2, program, args=[str(tmp_path)]).checked()
     for rank in range(2):
         assert (tmp_path / f"trace.{rank}.json").exists()
-        assert '"left"' in (tmp_path / "record" / f"{rank}.jsonl").read_text()
+        assert '"left"' in (tmp_path / "record" / f"{rank}.events.jsonl").read_text()
     assert "deleted" not in result.stderr
     for facts in result.by_rank():
         assert facts["refusals"] == [["ConfigError", False, []]] * 2, result.report()

@@ -509,7 +509,7 @@ def test_super_learners_of_an_earlier_larger_run_are_dropped(
                 "start", time_s=began_s, super_learner=i, super_size=size, averaging=str(size)
             )
             for s in range(20):
-                record.report(i, replace(FINE, time_s=began_s + s), super_size=size)
+                record.report(i, replace(FINE, time_s=began_s + s))
             record.close()
     run = read(tmp_path, newest)
     assert list(run.tracks) == [0, 1] and run.about["super_size"] == 2
@@ -543,8 +543,8 @@ def test_a_full_disk_ends_the_record_not_the_training(
     record = Record(tmp_path, 0)
     record._file = open("/dev/full", "w")  # noqa: SIM115
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            record.write("event", time_s=0.0)
+        for k in range(3):
+            record.report(0, replace(FINE, time_s=float(k)))
     assert len(caplog.records) == 1 and "training continues" in caplog.text
 
 
