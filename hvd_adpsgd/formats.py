@@ -35,8 +35,8 @@ class Format(NamedTuple):
 OWN = Format("float32", -1, 0, False, "the model's own, as None")
 FORMATS = (
     OWN,
-    Format("float16", 3, 16, False, "at most 16 bits"),
     Format("bfloat16", 2, 16, False, "at most 16 bits, with the range of float32"),
+    Format("float16", 3, 16, False, "at most 16 bits"),
     Format("int8", 4, 8, True, "differences in 8 bits between hosts"),
     Format("int4", 5, 4, True, "differences in 4 bits between hosts"),
 )

@@ -274,7 +274,7 @@ def _judge_joined(world: World) -> None:
 
 def _trust_joined(world: World) -> None:
     """Reset the failed starts of a super learner that has joined and lived for some time."""
-    living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
+    living = world.living()
     for number, at in list(_joined.items()):
         if time.monotonic() - at > LIVES_S and living.issuperset(world.groups[number]):
             del _joined[number]
@@ -428,7 +428,7 @@ def _offer_alone(world: World, optimizers: list[torch.optim.Optimizer], patience
     Two learners may both take themselves for the first one, and offer the same super_rank: the second of
     their super learners is dismissed when it is ready (`_dismiss_late`).
     """
-    living = set(world.collectives.ranks).difference(world.membership.failed_ranks())
+    living = world.living()
     if world.rank != min(living, default=-1):
         return
     _refuse_if_full(world)

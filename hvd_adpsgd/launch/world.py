@@ -229,6 +229,14 @@ class World:
         """Return the super_rank of learner `rank`."""
         return next(i for i, group in enumerate(self.groups) if rank in group)
 
+    def failed_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of the learners of failed super learners, ascending; does not block."""
+        return self.membership.failed_ranks(self.collectives.ended())
+
+    def living(self) -> set[int]:
+        """Return the ranks of the learners that operations include and whose super learner has not failed."""
+        return set(self.collectives.ranks).difference(self.membership.failed_ranks())
+
     def failed_inside(self, seconds: float) -> set[int]:
         """Return the ranks of this super learner's failed learners; wait until a learner has failed.
 

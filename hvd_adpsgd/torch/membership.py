@@ -26,7 +26,7 @@ def is_coordinator() -> bool:
     """
     world = worlds.current()
     ended = world.collectives.ended()
-    gone = ended.union(world.membership.failed_ranks(ended))
+    gone = ended.union(world.failed_ranks())
     # if no super learner is complete, the first surviving learner
     living = [r for r in range(world.size) if r not in gone] or sorted(
         set(range(world.size)) - ended
@@ -39,8 +39,7 @@ def failed_ranks() -> tuple[int, ...]:
 
     Failures that this learner does not know yet are not included; the call does not block.
     """
-    world = worlds.current()
-    return world.membership.failed_ranks(world.collectives.ended())
+    return worlds.current().failed_ranks()
 
 
 @contextlib.contextmanager

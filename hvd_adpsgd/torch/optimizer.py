@@ -111,9 +111,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             so that averaging costs at most HVD_ADPSGD_MAX_OVERHEAD of its steps. Default 1.
         max_staleness: steps; step() waits (at most deadline_s) rather than apply a correction from
             an older snapshot. Default: never waits.
-        wire_dtype: "float16" or "bfloat16": models travel in 16 bits. "int8" or "int4": between hosts, their
-            differences in 8 or 4 bits. "auto", with exchange_share="auto": in as few as the link
-            demands. The mean is kept exactly. Default, and "float32": as the model is stored.
+        wire_dtype: format in which models travel, as HVD_ADPSGD_WIRE_DTYPE; the mean is kept exactly.
+            Default, and "float32": as the model is stored.
         moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
             in synchronous training; messages are longer by a quarter. "own": each has its own. Default:
             shared where that is possible.

@@ -21,18 +21,10 @@ from hvd_adpsgd.inner.horovod import HorovodInternalError
 from hvd_adpsgd.launch.torch_group import abort_group
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
-from hvd_adpsgd.messaging.mpi_transport import failed_comm_ranks
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
 
-__all__ = [
-    "SuperLearner",
-    "horovods",
-    "leaves",
-    "leaves_early",
-    "meeting_of",
-    "wrapping_failures",
-]
+__all__ = ["SuperLearner", "horovods", "leaves", "leaves_early", "meeting_of", "wrapping_failures"]
 
 _LOOK_S = 0.05  # pause between two looks for failed learners
 
@@ -104,7 +96,7 @@ class SuperLearner:
         """Whether a learner of this super learner has ended; looks at most 20 times a second."""
         if time.monotonic() > self._look:
             self._look = time.monotonic() + _LOOK_S
-            self._failed = bool(failed_comm_ranks(self.world.inner))
+            self._failed = bool(self.world.failed_inside(0))
         return self._failed
 
     def require_alive(self) -> None:

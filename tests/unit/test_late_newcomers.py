@@ -74,7 +74,7 @@ def test_one_more_than_a_job_can_have_is_refused(
             rank=0,
             groups=((0,), (1,)),
             collectives=SimpleNamespace(ranks=(0, 1)),
-            membership=SimpleNamespace(failed_ranks=lambda: ()),
+            living=lambda: {0, 1},
         ),
     )
     if alone:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.formats import AUTO, CHOSEN
+from hvd_adpsgd.formats import AUTO, CHOSEN, FORMATS, OWN
 from hvd_adpsgd.strategies import Rounds, parse
 from hvd_adpsgd.strategies.validation import MOST_PREFERRED
 from hvd_adpsgd_lab.simulation.bounds import SEED, Bound, check_fields, in_bound, in_bounds
@@ -73,7 +73,7 @@ _OLD_NAMES = {
     "max_staleness": "max_staleness",
 }
 CODES = {float(each.bits): each.code for each in CHOSEN}  # by the value of a fault "bits"
-_WIRES = (None, None, None, "bfloat16", "float16", "int8", "int4", AUTO, AUTO)
+_WIRES = (None, None, *((None if each is OWN else each.name) for each in FORMATS), AUTO, AUTO)
 Table = list[tuple[int, int]]
 Engaged = tuple[list[int], float, Table | None]
 LONGEST_S = 200.0  # longest run, in virtual time
