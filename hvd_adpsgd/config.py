@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.formats import AUTO, BY_NAME, FORMATS, OWN
 
-__all__ = ["FIRST_SHARE", "PREFIX", "REPLACES", "Config", "Option", "OptionRow", "environment_name"]
-
 PREFIX = "HVD_ADPSGD_"
 _PRIVATE = "ADPSGD_"
 # Not an option: this variable holds the super_rank of the failed super learner that a replacement replaces.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["AUTO", "BY_NAME", "CHOSEN", "FORMATS", "OWN", "Format", "first_format"]
-
 AUTO = "auto"  # in place of a name: each super learner chooses among CHOSEN
 
 

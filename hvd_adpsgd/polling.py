@@ -6,8 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 
-__all__ = ["polls"]
-
 _SHORTEST_S, _LONGEST_S = 1e-6, 1e-3
 
 

@@ -10,8 +10,6 @@ from examples.acoustic_model.speech.problem import Problem, require
 from examples.real_speech.dialogs import normalised
 from examples.real_speech.utterances import Utterance
 
-__all__ = ["from_kaldi", "from_lhotse", "utterances_of"]
-
 
 def from_kaldi(folder: Path) -> list[Utterance]:
     """Return the utterances of a data directory of Kaldi that have a text.

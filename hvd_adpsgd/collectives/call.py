@@ -10,8 +10,6 @@ from hvd_adpsgd.collectives.usage import Caller
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.messaging.attempt import Attempt
 
-__all__ = ["Call", "GaveWayError", "compare"]
-
 
 class GaveWayError(Exception):
     """Some learners call an operation that yields, others another one; never raised to the user."""

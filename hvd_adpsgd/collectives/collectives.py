@@ -29,8 +29,6 @@ from hvd_adpsgd.messaging.host_memory import Sharing, alone
 from hvd_adpsgd.messaging.messages import COMPLETE, NO_ERROR, AttemptAbandonedError, Messages
 from hvd_adpsgd.messaging.mpi_transport import exited, is_failure, is_of_mpi
 
-__all__ = ["Collectives", "Made"]
-
 T = TypeVar("T")
 
 log = logging.getLogger("hvd_adpsgd")

@@ -6,8 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["FifoLock"]
-
 
 class FifoLock:
     """A lock that threads hold one after the other, in the order in which they have taken numbers.

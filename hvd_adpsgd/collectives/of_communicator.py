@@ -14,8 +14,6 @@ import numpy as np
 from hvd_adpsgd.messaging.sockets import Communicator
 from hvd_adpsgd.polling import polls
 
-__all__ = ["allgather_object", "barrier", "wait"]
-
 
 def wait(request: Any, ends: float | None = None) -> bool:
     """Complete an mpi4py request; sleeps between polls, so that a waiting learner frees its core.

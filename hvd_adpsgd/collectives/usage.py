@@ -17,18 +17,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = [
-    "Caller",
-    "calls",
-    "counted",
-    "end_step",
-    "is_waiting",
-    "module_of",
-    "on_behalf",
-    "totals",
-    "waiting",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 WINDOW, LIMIT = 100, 10  # more than LIMIT operations in WINDOW steps cause a warning

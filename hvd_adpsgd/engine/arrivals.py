@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["NONE", "Arrivals", "Pace"]
-
 _STEPS = 20  # over which a pace is averaged
 
 

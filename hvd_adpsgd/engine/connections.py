@@ -49,8 +49,6 @@ from hvd_adpsgd.engine.wire_tcp import TcpWire
 from hvd_adpsgd.errors import TopologyError, TransportError
 from hvd_adpsgd.polling import polls
 
-__all__ = ["Connections"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 # longest time for the proof that the other end of a connection belongs to the job

@@ -50,8 +50,6 @@ from hvd_adpsgd.errors import (
 from hvd_adpsgd.formats import OWN, Format
 from hvd_adpsgd.strategies.plan import NOBODY, Plan
 
-__all__ = ["Engine"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _held_by_mpi: list[Loop] = []

@@ -8,8 +8,6 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.formats import OWN, first_format
 from hvd_adpsgd.strategies.plan import Plan
 
-__all__ = ["EngineOptions"]
-
 
 @dataclass(frozen=True)
 class EngineOptions:

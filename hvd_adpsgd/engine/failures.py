@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from hvd_adpsgd.errors import PeerFailedError, TransportError
 
-__all__ = ["is_under_mpi", "mpi_exceptions", "mpi_failures", "ulfm_advice", "ulfm_enabled"]
-
 
 def ulfm_enabled() -> bool:
     """Whether Open MPI runs with ULFM, so that processes survive the failure of a peer."""

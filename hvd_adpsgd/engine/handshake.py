@@ -27,18 +27,6 @@ from typing import Self
 
 from hvd_adpsgd import PROTOCOL, __version__
 
-__all__ = [
-    "HELLO_NBYTES",
-    "PROOF_NBYTES",
-    "RELEASE",
-    "REPLY_NBYTES",
-    "SECRET_NBYTES",
-    "WELCOME",
-    "Hello",
-    "NotAMember",
-    "Refused",
-]
-
 SECRET_NBYTES = 32
 WELCOME = b"+"
 

@@ -12,8 +12,6 @@ import psutil
 from hvd_adpsgd.engine.shared_memory import host_name
 from hvd_adpsgd.errors import TopologyError
 
-__all__ = ["LOOPBACK", "addresses", "choose_address", "interface_of", "network_name"]
-
 LOOPBACK = "127.0.0.1"
 
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["DTYPE_CODES", "WHOLE", "ChunkSpec", "Layout", "LayoutPart", "Shard", "TensorSpec"]
-
 # Element types by name, with the codes of ext/c/kernels.h.
 DTYPE_CODES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 _ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}

@@ -13,11 +13,6 @@ import numpy as np
 
 from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 
-__all__ = [
-    "EVENT_NAMES", "PARTS", "PEER_TABLES", "TABLES",
-    "Counters", "ExchangeMetrics", "Table", "consensus_distance",
-]  # fmt: skip
-
 Clock = Callable[[], float]
 
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer")

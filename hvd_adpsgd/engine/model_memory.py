@@ -15,8 +15,6 @@ from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.turns import Mark, Moves
 
-__all__ = ["ModelMemory"]
-
 
 class ModelMemory:
     """The memory that trainer and engine share, one ShardMemory for each shard of the model.

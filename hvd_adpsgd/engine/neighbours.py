@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.shared_memory import File, host_name, try_file, try_map
 
-__all__ = ["Neighbours", "OutboxShape", "ShownModel"]
-
 
 class ShownModel(NamedTuple):
     """A model in a shared-memory file that peers on the host may map.

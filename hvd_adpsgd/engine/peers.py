@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["PeerState"]
-
 
 class PeerState(enum.IntEnum):
     """State of a peer super learner; the values are those of ext/hvd_adpsgd/engine/membership.pxd.

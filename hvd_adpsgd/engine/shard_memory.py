@@ -19,8 +19,6 @@ from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_o
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.turns import LOOKS, Mark, Moves, marked, steps_between_copies
 
-__all__ = ["NO_SLOT", "Area", "Landing", "Place", "ShardMemory"]
-
 # a larger model has left the CPU caches after a step: write it past the caches
 _CACHES_NBYTES = 8 * 2**20
 # bytes of the model per thread of `absorb`: for less, starting a thread costs more than it saves

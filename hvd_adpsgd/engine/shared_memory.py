@@ -22,17 +22,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import TransportError, WorldError
 
-__all__ = [
-    "File",
-    "SharedSlots",
-    "host_name",
-    "private_memory",
-    "shared_table",
-    "slots_of",
-    "try_file",
-    "try_map",
-]
-
 SHARED_FOLDER = "/dev/shm"
 NOTES = 128  # bytes in which the leader records which calls of publish() were deferred
 _WIPE_ON_FORK, _POPULATE_WRITE = 18, 23  # MADV_* of Linux that Python does not name

@@ -12,8 +12,6 @@ from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.strategies.plan import NOBODY, Plan
 
-__all__ = ["StepRounds"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _PATIENCE_S = 60.0  # a step that waits longer logs a warning, as in Horovod's stall check

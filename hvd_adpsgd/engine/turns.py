@@ -12,17 +12,6 @@ from numpy.typing import NDArray
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.strategies.plan import Plan
 
-__all__ = [
-    "LARGEST_SHARE",
-    "LONGEST",
-    "LOOKS",
-    "Mark",
-    "Moves",
-    "leaves_out",
-    "marked",
-    "steps_between_copies",
-]
-
 # Sets to 1 the bytes, one for each chunk, of the chunks that an exchange will move next.
 Mark = Callable[[NDArray[np.uint8]], None]
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["abort_nccl", "cuda_backend", "nccl_of"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = ["bytes_of", "lent", "overwrite"]
-
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor as a uint8 vector: its own memory, or a copy if it is not contiguous."""

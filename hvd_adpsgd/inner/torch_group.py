@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from hvd_adpsgd.inner.gpus import cuda_backend
 
-__all__ = ["group_of", "store_of"]
-
 
 def store_of(
     rank: int, address: str, gather: Callable[[Any], list[Any]], seconds: float = 300.0

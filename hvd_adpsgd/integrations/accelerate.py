@@ -19,8 +19,6 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.integrations.accelerate_processes import follow_survivors, join_learners
 
-__all__ = ["AdpsgdAccelerator"]
-
 # Set by the user, or by Accelerate if it is given a plugin.
 _SHARDS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 _REDUCTIONS = {"sum": hvd.Sum, "mean": hvd.Average, "max": hvd.Max}

@@ -16,8 +16,6 @@ from accelerate.state import AcceleratorState, PartialState
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["follow_survivors", "join_learners"]
-
 # Accelerate starts a process group if it finds one of these.
 _LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 

@@ -20,7 +20,6 @@ from torchmetrics import Metric
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["AdpsgdStrategy"]
 _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
 

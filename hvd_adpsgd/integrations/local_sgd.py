@@ -14,8 +14,6 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
 
-__all__ = ["AdpsgdLocalSGD"]
-
 
 class AdpsgdLocalSGD:
     """accelerate.local_sgd.LocalSGD for learners of hvd_adpsgd: at its exit the model becomes the mean.

@@ -25,8 +25,6 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
 from hvd_adpsgd.integrations.accelerate_processes import follow_survivors, join_learners
 
-__all__ = ["AdpsgdTrainer", "AdpsgdTrainingArguments"]
-
 
 class AdpsgdTrainingArguments(TrainingArguments):
     """transformers.TrainingArguments whose processes are the learners of hvd_adpsgd; calls hvd.init()."""

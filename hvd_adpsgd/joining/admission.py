@@ -41,8 +41,6 @@ from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live, order_as
 from hvd_adpsgd.training.sharded import reshard
 
-__all__ = ["admit", "listener"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 SENDERS = 4  # most super learners that send parts of the model to a joining super learner

@@ -21,8 +21,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.pause import resume
 from hvd_adpsgd.training.presence import live
 
-__all__ = ["arrive"]
-
 
 def arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
     """Join the running job, on a joining learner; return the `state` of its learners."""

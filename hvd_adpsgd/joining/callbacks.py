@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["are_told", "forget", "on_membership_change", "tell_membership"]
-
 Callback = TypeVar("Callback", bound=Callable[[tuple[int, ...]], object])
 
 _callbacks: list[Callable[[tuple[int, ...]], object]] = []

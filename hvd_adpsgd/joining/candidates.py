@@ -33,18 +33,6 @@ from hvd_adpsgd.joining.listener import MESSAGE_S, Conversation, Listener, new_s
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.world import Placement, World
 
-__all__ = [
-    "JoinOffer",
-    "JoinRequest",
-    "JoinServer",
-    "JoiningSuperLearner",
-    "join_server",
-    "listener",
-    "notify_launcher",
-    "open_listener",
-    "open_own_listener",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 JOIN, JOIN_SECRET_FILE = "HVD_ADPSGD_JOIN", "HVD_ADPSGD_JOIN_SECRET_FILE"

@@ -14,8 +14,6 @@ from hvd_adpsgd.launch.world import World, names_of
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.training.presence import live, renumber
 
-__all__ = ["DOING", "drop", "prepare", "switch"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 DOING = "admit"

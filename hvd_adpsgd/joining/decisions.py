@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-__all__ = ["MOVE_S", "Joiner", "JoinerStage", "Member", "MemberStage"]
-
 # Longest time that an engine takes to leave when all members switch to new ones. Nothing of it is pending and
 # its peers leave too, so that an answer to its departure matters to nobody: the last one would wait in vain.
 MOVE_S = 0.5

@@ -17,8 +17,6 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.means import Entry, means_of_models
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = ["Outline", "exchange_parts", "filled", "has_parts", "mesh_of", "outlined", "state_of"]
-
 
 class Outline(NamedTuple):
     """A DTensor without its values, in a message to a learner that holds another mesh.

@@ -18,8 +18,6 @@ from hvd_adpsgd.training.optimizer_state import load_in_place
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.sharded import is_sharded
 
-__all__ = ["JoinState", "pack", "shares", "terms", "unpack"]
-
 
 def terms(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     """Return the settings that joining and surviving learners must have in common, each as a phrase.

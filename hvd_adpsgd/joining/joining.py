@@ -32,8 +32,6 @@ from hvd_adpsgd.launch.world import Communicators, Placement, World
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.messaging.sockets import Hub
 
-__all__ = ["JoiningLearner", "enter", "is_joining", "this_learner", "watch_job"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _LOOK_S = 0.5

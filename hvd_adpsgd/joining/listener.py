@@ -38,8 +38,6 @@ from hvd_adpsgd.engine.handshake import (
 )
 from hvd_adpsgd.errors import LaunchError, PeerFailedError
 
-__all__ = ["MESSAGE_S", "Conversation", "Listener", "connect", "new_secret"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 # longest wait of a learner that trains for the rest of a message, or until a message is taken

@@ -30,8 +30,6 @@ from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["MOST_PATIENCE", "Meetings", "Messages", "Said", "Word"]
-
 # Seconds, and intervals between calls, for which answers hold: a leader that has been silent for longer may
 # have stopped since. After as long another leader asks, too, and a meeting is called off.
 _HOLDS_S, _HOLDS_INTERVALS = 1.0, 2.0

@@ -18,8 +18,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.inside import told
 from hvd_adpsgd.training.presence import live
 
-__all__ = ["have_met", "meets", "waits_anyway"]
-
 _LOOK_S = 1e-2  # between two looks for what the others say
 _LOOKS = 5  # looks in which others wait in an operation; it is not this meeting if there are more
 

@@ -31,18 +31,6 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.messages import COMPLETE, AttemptAbandonedError, Messages
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
 
-__all__ = [
-    "RECONNECT_S",
-    "CandidatesGather",
-    "Gather",
-    "MembersGather",
-    "NewGroup",
-    "NotReconnectedError",
-    "connect_anew",
-    "give",
-    "receive",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 RECONNECT_S = 10.0  # longest wait of the learners for each other while they make new connections

@@ -13,8 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hvd_adpsgd.launch.world import Placement
 
-__all__ = ["is_minority", "lost", "starters"]
-
 Groups = Sequence[Sequence[int]]
 
 

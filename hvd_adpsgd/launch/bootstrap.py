@@ -38,8 +38,6 @@ from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.messaging.sockets import Communicator
 
-__all__ = ["enter", "init", "merge_super_learners", "shut_down", "undone_on_failure", "watch_exit"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _LEARNER_PID = "ADPSGD_LEARNER_PID"  # variable with the learner's pid, read by child processes

@@ -24,22 +24,6 @@ from hvd_adpsgd.launch.rendezvous import BEGUN, HttpStore, Opener, Place, StoreG
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
 
-__all__ = [
-    "counterparts",
-    "duplicate",
-    "load_mpi",
-    "misses_heartbeats",
-    "of_host",
-    "of_learners",
-    "options_of_network",
-    "over_sockets",
-    "refuse_comm",
-    "require_alone",
-    "require_mpi_launcher",
-    "split",
-    "with_wire",
-]
-
 _DETECTOR = "OMPI_MCA_mpi_ft_detector"
 _PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
 _LEVELS = ("THREADS", "THREAD_LEVEL")  # of mpi4py's variables MPI4PY_RC_...

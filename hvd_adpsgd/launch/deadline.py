@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from hvd_adpsgd.lifecycle.threads import in_thread
 
-__all__ = ["Deadline"]
-
 T = TypeVar("T")
 
 # extra time in which a call that checks the deadline itself raises a more precise error

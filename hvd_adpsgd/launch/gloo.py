@@ -20,8 +20,6 @@ from hvd_adpsgd.messaging.sockets import Communicator
 if TYPE_CHECKING:
     from hvd_adpsgd.launch.world import World
 
-__all__ = ["places_told", "world_over_gloo"]
-
 _server: Any = None  # of a leader's Horovod, which may query it until it shuts down
 _told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty if Horovod runs over MPI
 

@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["own_timeline"]
-
 _NAME = "HOROVOD_TIMELINE"
 
 

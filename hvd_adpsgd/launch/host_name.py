@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["unresolved_host"]
-
 
 def unresolved_host() -> str:
     """Return the name of this host if it has no IPv4 address, else "": Gloo would end the process."""

@@ -12,8 +12,6 @@ import socket
 import stat
 from collections.abc import Iterator
 
-__all__ = ["break_recorded", "closed_in_children"]
-
 _recorded: list[tuple[int, int]] = []  # (descriptor, inode)
 
 

@@ -16,8 +16,6 @@ from hvd_adpsgd.launch.inner_sockets import closed_in_children
 from hvd_adpsgd.launch.torch_group import address_inside, interrupt_group, super_learner_group
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["start_over_torch"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _SHORTEST_S = 30.0  # as Horovod's least time-out over Gloo: see launch.gloo

@@ -11,20 +11,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = [
-    "ATTEMPTS",
-    "GIVEN",
-    "LIVES_S",
-    "PIPE",
-    "REPLACES_FAILED",
-    "environment",
-    "free_port",
-    "is_replaced_by_launcher",
-    "notify_launcher",
-    "place",
-    "without_launchers",
-]
-
 PIPE = "ADPSGD_LAUNCHER_PIPE"  # path of the pipe to `python -m hvd_adpsgd run`
 REPLACES_FAILED = "ADPSGD_LAUNCHER_REPLACES"  # set if that launcher replaces failed super learners
 GIVEN = "ADPSGD_LAUNCHER_GIVEN"  # names of variables that are for this process, not for a job that it starts

@@ -28,18 +28,6 @@ from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.polling import polls
 
-__all__ = [
-    "BEGUN",
-    "SCOPE",
-    "HttpStore",
-    "Opener",
-    "Place",
-    "Store",
-    "StoreGather",
-    "of_environment",
-    "opened",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _JOINED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")

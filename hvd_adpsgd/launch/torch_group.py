@@ -27,19 +27,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 
-__all__ = [
-    "abort_group",
-    "address_inside",
-    "are_inside",
-    "begun_inside",
-    "has_aborted",
-    "has_ended_group",
-    "interrupt_group",
-    "is_inside",
-    "is_known",
-    "super_learner_group",
-]
-
 _LONGEST_S = 5.0  # for torch's default group to end
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -25,18 +25,6 @@ from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown
 from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.polling import polls
 
-__all__ = [
-    "MOST_SUPER_LEARNERS",
-    "Communicators",
-    "Placement",
-    "World",
-    "current",
-    "form_super_learners",
-    "is_initialized",
-    "names_of",
-    "put",
-]
-
 
 @dataclass(frozen=True)
 class Placement:

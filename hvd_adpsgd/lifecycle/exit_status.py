@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-__all__ = ["FAILED_STATUS", "LEFT_STATUS", "is_failure", "status_of_job"]
-
 FAILED_STATUS = 75  # of a job with a failed super learner: EX_TEMPFAIL of sysexits.h
 LEFT_STATUS = 128 + signal.SIGTERM  # of a learner that was preempted, and left in order
 

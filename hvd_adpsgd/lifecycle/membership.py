@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.peers import PeerState
 
-__all__ = ["Membership"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _REPEATED_S = 5.0  # a super learner that fails this soon may not have logged a peer's failure

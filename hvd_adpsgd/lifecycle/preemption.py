@@ -39,8 +39,6 @@ from hvd_adpsgd.lifecycle import shutdown, signal_pipe, signals
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from hvd_adpsgd.polling import polls
 
-__all__ = ["Departure", "block_if_leaving", "unwatch", "watch"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 DEPARTURE_S = 2.5  # longest wait for running exchanges, and for the peers' answers to the departure

@@ -45,20 +45,6 @@ from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
 from hvd_adpsgd.polling import polls
 
-__all__ = [
-    "ExitState",
-    "ShutdownBarrier",
-    "Teardown",
-    "at_exit",
-    "exit_state",
-    "finishes_within",
-    "flush_output",
-    "free",
-    "leave_behind",
-    "script_fails",
-    "set_running",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _LAST_S = 8.0  # longest wait for the processes of other learners to exit

@@ -7,8 +7,6 @@ import signal
 
 from hvd_adpsgd.lifecycle import signal_pipe
 
-__all__ = ["hear"]
-
 _heard: dict[int, tuple[int, int]] = {}  # by signal: pid of the process, reading end of a pipe
 
 

@@ -27,8 +27,6 @@ from typing import Any
 
 from hvd_adpsgd.lifecycle import signals
 
-__all__ = ["add_source", "describe", "watch", "write"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _sources: dict[str, Callable[[], Any]] = {}

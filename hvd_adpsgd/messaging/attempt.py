@@ -26,8 +26,6 @@ from hvd_adpsgd.messaging.messages import (
 )
 from hvd_adpsgd.messaging.mpi_transport import SEGMENT, Bytes
 
-__all__ = ["Attempt", "gather_once"]
-
 _SMALL = 2**16  # largest number of bytes for which latency matters more than bandwidth
 _WINDOW = 16 * SEGMENT  # bytes of a broadcast that are in flight at once
 

@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from hvd_adpsgd.engine.shared_memory import SHARED_FOLDER, host_name, try_file, try_map
 from hvd_adpsgd.messaging.host_barrier import arrive, await_count
 
-__all__ = ["HostMemory", "Hosts", "Sharing", "Waiting", "alone"]
-
 _Array = NDArray[Any]
 # arguments: arrays of the learners, by place, and the array for the result
 Combine = Callable[[Sequence[_Array], _Array], object]

@@ -25,16 +25,6 @@ from hvd_adpsgd.engine.agreement import Agreement, Decision
 from hvd_adpsgd.errors import LearnerFailedError, TransportError
 from hvd_adpsgd.messaging.mpi_transport import Bytes, Transport, transport_of
 
-__all__ = [
-    "CHANNELS",
-    "COMPLETE",
-    "FEW",
-    "FIRST_PHASE",
-    "NO_ERROR",
-    "AttemptAbandonedError",
-    "Messages",
-]
-
 # flags of a vote: this learner has the result; this learner has raised no error
 COMPLETE, NO_ERROR = 1, 2
 

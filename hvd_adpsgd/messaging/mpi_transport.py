@@ -14,18 +14,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.engine.failures import is_under_mpi, ulfm_enabled
 
-__all__ = [
-    "SEGMENT",
-    "Bytes",
-    "MpiTransport",
-    "Transport",
-    "exited",
-    "failed_comm_ranks",
-    "is_failure",
-    "is_of_mpi",
-    "transport_of",
-]
-
 Bytes = NDArray[np.uint8]
 
 SEGMENT = 2**19  # largest number of bytes of a message (pickled ones may be larger)

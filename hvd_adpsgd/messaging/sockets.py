@@ -26,8 +26,6 @@ from hvd_adpsgd.messaging.attempt import gather_once
 from hvd_adpsgd.messaging.messages import Messages
 from hvd_adpsgd.messaging.mpi_transport import Bytes
 
-__all__ = ["Communicator", "Hub"]
-
 _HEAD = struct.Struct("=ii")  # in front of each message: number of its communicator, tag
 _CHANNEL = 0  # the only channel of the wire that is used
 _NOBODY = -1

@@ -16,8 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["Newbob", "WarmupAnneal"]
-
 
 class _Resumable(LRScheduler):
     """A scheduler that sets the learning rates when its state is loaded, not at the next step.

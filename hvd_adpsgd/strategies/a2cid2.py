@@ -11,8 +11,6 @@ from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.strategies.update_rules import Accelerate
 from hvd_adpsgd.theory import gossip, topology
 
-__all__ = ["A2CiD2"]
-
 
 @dataclass(frozen=True)
 class A2CiD2(Strategy):

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import DURING, Plan, Rounds, Strategy
 
-__all__ = ["DelayByOne"]
-
 
 @dataclass(frozen=True)
 class DelayByOne(Strategy):

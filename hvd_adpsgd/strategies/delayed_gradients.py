@@ -9,8 +9,6 @@ from typing import ClassVar
 from hvd_adpsgd.strategies.plan import DURING, Averaged, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.update_rules import LateGradients
 
-__all__ = ["DelayedGradients"]
-
 _LATE = "its gradients would be used one step late"
 _INSTEAD = "or use delay_by_one"
 

@@ -10,8 +10,6 @@ from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.update_rules import OuterStep
 from hvd_adpsgd.strategies.validation import require_integer, require_number
 
-__all__ = ["GASLoC"]
-
 
 @dataclass(frozen=True)
 class GASLoC(Strategy):

@@ -9,8 +9,6 @@ from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, require_go
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.validation import require_integer
 
-__all__ = ["GossipPGA"]
-
 
 @dataclass(frozen=True)
 class GossipPGA(Strategy):

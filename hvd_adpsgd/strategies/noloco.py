@@ -12,8 +12,6 @@ from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.update_rules import SlowModel
 from hvd_adpsgd.strategies.validation import require_integer, require_number
 
-__all__ = ["NoLoCo"]
-
 NOLOCO_ROUNDS = 1024
 
 

@@ -9,8 +9,6 @@ from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.update_rules import BlockMomentum
 from hvd_adpsgd.strategies.validation import require_flag, require_integer, require_number
 
-__all__ = ["PeriodicAveraging"]
-
 
 @dataclass(frozen=True)
 class PeriodicAveraging(Strategy):

@@ -17,20 +17,6 @@ from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd.strategies.update_rules import Rule
 from hvd_adpsgd.theory import topology
 
-__all__ = [
-    "AFTER",
-    "DURING",
-    "NOBODY",
-    "SEED_BOUND",
-    "Averaged",
-    "Plan",
-    "Rounds",
-    "Strategy",
-    "checked_seed",
-    "require_gossip",
-    "require_strategy",
-]
-
 SEED_BOUND = 2**32
 NOBODY = -1
 # Order of step and averaging: adapt while combining; adapt, then combine.

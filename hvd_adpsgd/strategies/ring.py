@@ -11,8 +11,6 @@ from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
 from hvd_adpsgd.strategies.validation import require_preference
 from hvd_adpsgd.theory import topology
 
-__all__ = ["FixedRing", "RandomRing"]
-
 RANDOM_RING_ROUNDS = 1024
 
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from hvd_adpsgd.config import FIRST_SHARE
 from hvd_adpsgd.formats import CHOSEN, OWN, Format
 
-__all__ = ["FLOOR", "LINK", "ShareControl", "Spent"]
-
 FLOOR = 1 / 256  # smallest share; an exchange moves at least one chunk
 LINK = 0.8  # most of the time in which exchanges may run
 _INTEGRAL, _PROPORTIONAL = 0.5, 0.25  # in doublings of the share per halving of the pressure

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import Averaged, Plan, Strategy
 
-__all__ = ["Synchronous"]
-
 
 @dataclass(frozen=True)
 class Synchronous(Strategy):

@@ -12,8 +12,6 @@ from hvd_adpsgd.strategies.plan import AFTER, DURING, Plan, Rounds, Strategy, re
 from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.theory import topology
 
-__all__ = ["SynchronousGossip"]
-
 ROUNDS_OF_PEERS = 1024
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Accelerate", "BlockMomentum", "LateGradients", "OuterStep", "Rule", "SlowModel"]
-
 
 @dataclass(frozen=True)
 class BlockMomentum:

@@ -9,8 +9,6 @@ from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["require_flag", "require_integer", "require_number"]
-
 
 def require_flag(strategy: str, argument: str, value: Any) -> None:
     """Raise ConfigError unless the value is True or False, or 1 or 0."""

@@ -7,8 +7,6 @@ import math
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.theory.topology import require_size
 
-__all__ = ["consensus_from_exchanges"]
-
 
 def consensus_from_exchanges(mean_squared_distance: float, n: int) -> float:
     """Estimate the consensus distance from the distances in exchanges between uniformly random pairs.

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from hvd_adpsgd.errors import ConfigError, TopologyError
 from hvd_adpsgd.theory.topology import edge_vector, require_size
 
-__all__ = ["Acceleration", "acceleration", "laplacian", "require_acceleration"]
-
 Matrix = npt.NDArray[np.float64]
 Edges = Iterable[tuple[int, int]]
 

@@ -14,18 +14,6 @@ import numpy.typing as npt
 
 from hvd_adpsgd.errors import TopologyError
 
-__all__ = [
-    "edge_vector",
-    "perfect_matching",
-    "permuted_ring_neighbours",
-    "random_partners",
-    "require_rank",
-    "require_size",
-    "ring_edges",
-    "ring_neighbours",
-    "ring_order",
-]
-
 Edges = list[tuple[int, int]]
 Peers = tuple[int | None, ...]
 

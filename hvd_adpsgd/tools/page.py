@@ -20,8 +20,6 @@ from hvd_adpsgd.watching.table import COLUMNS, rows
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-__all__ = ["page", "script"]
-
 _SHOWN_EVENTS, _MARKED_EVENTS = 200, 50
 _SHOWN_SCALARS = 12
 _POINTS = 20_000  # most points of a chart, over all its lines

@@ -17,8 +17,6 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.inner_averaging import AveragingReducer
 from hvd_adpsgd.training.reducer import Group, Reducer, Running
 
-__all__ = ["ADASUM_METHODS", "AdasumReducer"]
-
 
 class AdasumReducer(AveragingReducer):
     """Combines the steps that parameters make alone. From backward() to step() a parameter holds its change.

@@ -11,8 +11,6 @@ from types import ModuleType
 
 from hvd_adpsgd.errors import WorldError
 
-__all__ = ["install"]
-
 _SUBMODULES = (
     *("compression", "elastic", "elastic.sampler", "elastic.state", "functions", "mpi_ops"),
     *("optimizer", "sync_batch_norm"),

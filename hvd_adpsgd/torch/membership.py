@@ -8,12 +8,6 @@ from collections.abc import Iterator
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.launch import world as worlds
 
-__all__ = [
-    "failed_ranks",
-    "is_coordinator",
-    "on_failure",
-]
-
 _CHOICES = ("continue", "raise")
 
 

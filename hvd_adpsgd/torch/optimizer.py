@@ -57,8 +57,6 @@ from hvd_adpsgd.training.presence import (
 )
 from hvd_adpsgd.training.reducer import Reducer, remove
 
-__all__ = ["DistributedOptimizer"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

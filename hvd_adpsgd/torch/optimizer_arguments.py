@@ -36,17 +36,6 @@ from hvd_adpsgd.training.supported import (
     require_supported,
 )
 
-__all__ = [
-    "NamedTensors",
-    "inner_process_set",
-    "listed",
-    "make_spec",
-    "require_same_kind",
-    "require_shareable_moments",
-    "trained_tensors",
-]
-
-
 log = logging.getLogger("hvd_adpsgd")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]

@@ -21,8 +21,6 @@ from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.sharded import require_not_replaced
 from hvd_adpsgd.training.timeline import StepRecord
 
-__all__ = ["Alone", "say_nothing_to_average"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

@@ -9,8 +9,6 @@ import torch.distributed
 
 from hvd_adpsgd.launch.rendezvous import Place
 
-__all__ = ["TcpStore"]
-
 
 class TcpStore:
     """A client of the TCPStore at an address: torchrun's store, else one that the first process serves.

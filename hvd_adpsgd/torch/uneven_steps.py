@@ -26,8 +26,6 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import first_name, live, stop_as_dropped, stop_unreferenced
 from hvd_adpsgd.training.super_learner import meeting_of
 
-__all__ = ["joined"]
-
 _PIECE_NBYTES = 2**30  # largest size of one broadcast: MPI counts are 32 bits
 
 

@@ -14,8 +14,6 @@ from hvd_adpsgd.engine.turns import LONGEST
 from hvd_adpsgd.formats import Format
 from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 
-__all__ = ["AutoShare", "Used", "cost_s"]
-
 _STEPS = 8  # between two looks at the counters
 _LONG = 8.0  # times the usual time: such a step has an evaluation or a checkpoint in it
 

@@ -20,8 +20,6 @@ from hvd_adpsgd.training.sharded import require_not_replaced
 from hvd_adpsgd.training.staging import PIECE_NBYTES, Staging
 from hvd_adpsgd.training.supported import require_no_ddp
 
-__all__ = ["AveragedTensors"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 Named = Iterable[tuple[str, torch.Tensor]]

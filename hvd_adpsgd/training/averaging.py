@@ -32,8 +32,6 @@ from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
 
-__all__ = ["Averaging"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

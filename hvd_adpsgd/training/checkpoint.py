@@ -11,8 +11,6 @@ import torch
 from hvd_adpsgd.strategies import same
 from hvd_adpsgd.training.averaging import Averaging
 
-__all__ = ["load_state", "state"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

@@ -17,17 +17,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.parameters import AveragingSpec, averaged_dtype
 from hvd_adpsgd.training.sharded import sharding
 
-__all__ = [
-    "agree",
-    "common",
-    "described",
-    "require_known",
-    "require_same",
-    "require_same_inside",
-    "require_same_sets",
-    "unanimous",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 T = TypeVar("T")

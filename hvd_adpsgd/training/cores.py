@@ -6,8 +6,6 @@ import os
 
 import torch
 
-__all__ = ["pass_threads"]
-
 
 def pass_threads(learners: int) -> int:
     """Return the number of threads with which this learner adds corrections to its model.

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["KINDS", "Cuda", "Device", "Event", "Host", "Stream", "device_of", "is_staged"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered

@@ -15,8 +15,6 @@ import torch
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.first_models import APART
 
-__all__ = ["warn_of_drift"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _has_warned = [False]

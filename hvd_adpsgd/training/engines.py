@@ -18,8 +18,6 @@ from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.super_learner import SuperLearner, wrapping_failures
 from hvd_adpsgd.training.timeline import StepRecord
 
-__all__ = ["Engines"]
-
 
 class Engines:
     """The engine of one optimizer: made, replaced when a super learner joins, stopped and released.

@@ -25,8 +25,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.mates import Mates
 from hvd_adpsgd.training.parameters import AveragingSpec
 
-__all__ = ["APART", "FirstModels"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 APART = 1e-3  # models differ if their sums differ by this share of their norm

@@ -10,8 +10,6 @@ import torch
 
 from hvd_adpsgd.engine.shared_memory import shared_table
 
-__all__ = ["Gradients", "Replacements", "bits_of"]
-
 Parameters = Iterable[torch.Tensor]
 
 

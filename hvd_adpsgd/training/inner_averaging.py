@@ -29,8 +29,6 @@ from hvd_adpsgd.training.reducer import Group, Reducer, lay_out_gradient
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.supported import ddp_of
 
-__all__ = ["AveragingReducer", "gradients_of", "is_compared", "refuse_different"]
-
 # in the first steps, and then in each of so many, learners compare gradients that the script averages
 _COMPARED_FIRST, _COMPARED_EVERY = 4, 64
 

@@ -10,8 +10,6 @@ from hvd_adpsgd.inner.horovod import HorovodInternalError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.training.peer_watch import hear
 
-__all__ = ["told"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

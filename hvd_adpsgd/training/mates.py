@@ -16,8 +16,6 @@ from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.polling import polls
 
-__all__ = ["Mates"]
-
 COLUMNS = (
     *((name, "i8") for name in ("complete", "joined", "asked", "closed", "quorum")),
     ("model", "f8"),

@@ -21,8 +21,6 @@ from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.drift import warn_of_drift
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = ["Entry", "among_counterparts", "finite_means", "means_of_models", "tell_finished"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

@@ -23,8 +23,6 @@ from hvd_adpsgd.training.pause import paused
 from hvd_adpsgd.training.presence import held, live
 from hvd_adpsgd.training.sharded import is_sharded, local, reshard
 
-__all__ = ["average_model", "averaged", "consensus_distance", "mean_model", "mean_moments"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

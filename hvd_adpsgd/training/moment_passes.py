@@ -14,8 +14,6 @@ import torch
 from hvd_adpsgd.training import moments
 from hvd_adpsgd.training.sharded import local
 
-__all__ = ["Product", "Second", "copy_all", "correct", "multiply"]
-
 Tensors = list[torch.Tensor]
 _COMPILED = (torch.float32, torch.float64)
 _MOST = 1e4  # ADPSGD_MOST of moments.h

@@ -19,18 +19,6 @@ import torch
 
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 
-__all__ = [
-    "bind",
-    "keeping_held",
-    "load_in_place",
-    "made_of",
-    "options",
-    "require_shareable",
-    "reunite",
-    "set_options",
-    "writing_in_place",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 # attributes and methods of wrapped optimizers; the first ones are Horovod's

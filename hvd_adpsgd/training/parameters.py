@@ -20,8 +20,6 @@ from hvd_adpsgd.training.devices import is_staged
 from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.shared_moments import Adaptive
 
-__all__ = ["AveragingSpec", "Parameters", "averaged_dtype", "shares_elements", "statistics"]
-
 _ALWAYS: Mapping[int, int] = {}
 
 

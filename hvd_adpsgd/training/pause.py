@@ -13,8 +13,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import held
 
-__all__ = ["averaging_paused", "paused", "resume"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 

@@ -6,8 +6,6 @@ from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.launch.world import World
 
-__all__ = ["COLUMNS", "PeerBoard"]
-
 _TEXT_NBYTES = 1000
 COLUMNS = (*((name, "i8") for name in ("ended", "begun", "failed")), ("text", f"S{_TEXT_NBYTES}"))
 

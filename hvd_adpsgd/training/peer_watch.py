@@ -48,8 +48,6 @@ from hvd_adpsgd.training.peer_board import PeerBoard
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
 
-__all__ = ["hear", "watch_peers"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _PERIOD_S = 1.0  # between two checks; a wait is noticed at the second or third one

@@ -14,20 +14,6 @@ import torch
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
 
-__all__ = [
-    "drop",
-    "first_name",
-    "held",
-    "live",
-    "new_number",
-    "order_as",
-    "register",
-    "renumber",
-    "stop_as_dropped",
-    "stop_dropped",
-    "stop_unreferenced",
-]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _live: list[Averaging] = []

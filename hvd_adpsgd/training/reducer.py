@@ -20,8 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from hvd_adpsgd.errors import GradientOrderError
 from hvd_adpsgd.inner import horovod
 
-__all__ = ["Group", "Reducer", "Reducible", "Running", "lay_out_gradient", "remove"]
-
 Named = Iterable[tuple[str, torch.Tensor]]
 
 

@@ -13,8 +13,6 @@ from hvd_adpsgd.lifecycle import state_dump
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
 
-__all__ = ["bits_of", "metrics", "metrics_of", "share_of"]
-
 _NO_SHARE = {"exchange_share": math.nan, "exchange_bits": 0, "exchange_overhead": math.nan}
 
 

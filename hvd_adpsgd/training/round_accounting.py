@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Steps"]
-
 
 class _Place(enum.Enum):
     BETWEEN = enum.auto()  # between steps: the last step has ended

@@ -15,15 +15,6 @@ import torch
 
 from hvd_adpsgd.errors import ModelMismatchError
 
-__all__ = [
-    "is_sharded",
-    "local",
-    "require_not_replaced",
-    "require_whole_shards",
-    "reshard",
-    "sharding",
-]
-
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor, of which this learner holds a part."""

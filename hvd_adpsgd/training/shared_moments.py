@@ -36,8 +36,6 @@ from hvd_adpsgd.training.moment_passes import (
 from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
-__all__ = ["Adaptive", "SharedMoments", "adaptive", "unshareable"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 Group = dict[str, Any]

@@ -53,8 +53,6 @@ from hvd_adpsgd.engine.shard_memory import NO_SLOT, Area, ShardMemory
 from hvd_adpsgd.engine.turns import Mark, marked
 from hvd_adpsgd.training.devices import Device, Event, Host, device_of
 
-__all__ = ["PIECE_NBYTES", "Staging"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 PIECE_NBYTES = 8 * 2**20

@@ -16,8 +16,6 @@ from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.polling import polls
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods
 
-__all__ = ["StepOrder"]
-
 # Seconds in a wait for a mate (learner of the same super learner): until the first check whether the mate
 # waits in an operation, between two such checks, and between two polls of the mate's counter.
 _LATE_S, _AGAIN_S = 1.0, 0.1

@@ -24,8 +24,6 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.gradients import Replacements
 from hvd_adpsgd.training.mates import Mates
 
-__all__ = ["SuperLearner", "horovods", "leaves", "leaves_early", "meeting_of", "wrapping_failures"]
-
 _LOOK_S = 0.05  # pause between two looks for failed learners
 
 

@@ -14,15 +14,6 @@ from hvd_adpsgd.errors import ModelMismatchError, UnsupportedOptimizerError
 from hvd_adpsgd.launch.torch_group import has_ended_group, is_known
 from hvd_adpsgd.training.devices import KINDS
 
-__all__ = [
-    "averages_gradients",
-    "ddp_of",
-    "require_fit",
-    "require_models",
-    "require_no_ddp",
-    "require_supported",
-]
-
 # Attributes of apex, DeepSpeed, Megatron and Transformer Engine with float32 copies of 16-bit parameters.
 _MASTERS = (
     "fp32_from_fp16_groups",

@@ -17,8 +17,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.consistency import unanimous
 from hvd_adpsgd.watching.trace import Timeline, learner_path
 
-__all__ = ["StepRecord", "mark"]
-
 _shared_timeline: Timeline | None = None
 _NO_MARK: AbstractContextManager[Any] = contextlib.nullcontext()
 

@@ -12,8 +12,6 @@ import torch
 
 from hvd_adpsgd.strategies import update_rules as laws
 
-__all__ = ["UpdateRule", "make_rule"]
-
 Tensors = list[torch.Tensor]
 Named = Sequence[tuple[str, torch.Tensor]]
 

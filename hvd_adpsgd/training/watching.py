@@ -19,8 +19,6 @@ from hvd_adpsgd.watching.sampler import Sample
 from hvd_adpsgd.watching.scalars import logged
 from hvd_adpsgd.watching.watcher import Watcher
 
-__all__ = ["Source", "running", "start"]
-
 _LEFT_OUT = 8  # exchanges in a row that leave out a chunk, before the chunk is reported
 _running: list[Watcher] = []
 

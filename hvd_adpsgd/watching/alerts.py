@@ -12,8 +12,6 @@ from types import MappingProxyType
 from hvd_adpsgd.watching.health import hung_after_s, median_speed, slow
 from hvd_adpsgd.watching.reports import Report, can_draw, main_scalar
 
-__all__ = ["Alert", "Alerts"]
-
 APART_S = 60.0  # alert if a super learner has had no exchange for this time
 SILENT_S = 60.0  # alert if a super learner has not answered for this time
 OPERATIONS = 0.5  # alert above this share of time in operations over all learners

@@ -9,18 +9,6 @@ from dataclasses import replace
 
 from hvd_adpsgd.watching.reports import Report
 
-__all__ = [
-    "HUNG_S",
-    "MOVING_S",
-    "SLOW",
-    "START_S",
-    "aged",
-    "hung_after_s",
-    "late_after_s",
-    "median_speed",
-    "slow",
-]
-
 SLOW = 0.5  # a super learner is slow if its speed is below this share of the median speed
 HUNG_S = 40.0  # least time without a step after which a super learner is hung
 START_S = 300.0  # counts as the longest pause before the first step, in which programs are compiled

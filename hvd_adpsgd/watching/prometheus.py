@@ -23,8 +23,6 @@ from hvd_adpsgd.watching.reports import METRICS
 from hvd_adpsgd.watching.reports import Metric as ReportMetric
 from hvd_adpsgd.watching.table import Row, rows
 
-__all__ = ["Exporter", "RunCollector"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)

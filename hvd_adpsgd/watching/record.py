@@ -29,8 +29,6 @@ from hvd_adpsgd.engine.metrics import TABLES
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whole
 
-__all__ = ["Event", "Record", "Run", "Track", "plain", "read"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _REPORTS = 7200  # reports until the interval grows, and then in each e-fold of the run's time

@@ -11,24 +11,6 @@ from typing import Any
 
 from hvd_adpsgd.engine.metrics import PARTS as ENGINE_PARTS
 
-__all__ = [
-    "LATEST_S",
-    "METRICS",
-    "NAME_NBYTES",
-    "PARTS",
-    "REPORT_NBYTES",
-    "Metric",
-    "Report",
-    "can_draw",
-    "decode",
-    "encode",
-    "main_scalar",
-    "number",
-    "readable",
-    "short",
-    "whole",
-]
-
 # parts of a super learner's time, whose shares a report contains
 PARTS = (*ENGINE_PARTS, "global_operations")
 REPORT_NBYTES = 200  # most bytes of an encoded report

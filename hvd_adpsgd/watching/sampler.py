@@ -14,8 +14,6 @@ from hvd_adpsgd.engine.metrics import consensus_distance
 from hvd_adpsgd.watching.health import MOVING_S, START_S
 from hvd_adpsgd.watching.reports import PARTS, Report
 
-__all__ = ["WINDOW_S", "Sample", "Sampler"]
-
 WINDOW_S = 10.0
 _REMEMBERED_S = 3600.0
 

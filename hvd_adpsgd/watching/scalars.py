@@ -13,8 +13,6 @@ import torch
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import readable
 
-__all__ = ["log", "logged"]
-
 logger = logging.getLogger("hvd_adpsgd")
 
 _MOST, _LONGEST = 64, 128  # most names of scalars, and most characters of a name

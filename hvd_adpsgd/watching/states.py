@@ -9,8 +9,6 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.shutdown import script_fails
 from hvd_adpsgd.watching.health import late_after_s
 
-__all__ = ["States"]
-
 Note = Callable[[str, int | None, str], None]
 
 _SILENT_S = 10.0  # seconds after which a suspect leader counts as gone, and the next one speaks

@@ -12,8 +12,6 @@ from hvd_adpsgd.watching.health import hung_after_s, slow
 from hvd_adpsgd.watching.record import Run, Track, plain
 from hvd_adpsgd.watching.reports import METRICS, Metric, Report, can_draw, main_scalar, short
 
-__all__ = ["COLUMNS", "Column", "Row", "rows", "sparkline"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _SILENT_S = (
     10.0  # a super learner is SILENT after this time without a report, or five intervals if longer

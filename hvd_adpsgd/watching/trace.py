@@ -21,8 +21,6 @@ import numpy as np
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["TRACKS", "Timeline", "learner_path"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 TRACKS = {"trainer": 0, "engine": 1}

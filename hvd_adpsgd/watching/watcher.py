@@ -26,8 +26,6 @@ from hvd_adpsgd.watching.states import States
 if TYPE_CHECKING:
     from hvd_adpsgd.watching.prometheus import Exporter
 
-__all__ = ["Watcher"]
-
 logger = logging.getLogger("hvd_adpsgd")
 
 _EVENTS = 500

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.reports import METRICS, Report
 
-__all__ = ["EACH", "Outlet", "Scalar", "log_to", "outlet", "scalars"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 EACH = 64  # up to this many super learners each has its own scalars; with more, only means are sent

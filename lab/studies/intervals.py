@@ -6,8 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["QUANTILES", "mean_interval"]
-
 # 97.5 % quantiles of Student's t, by degrees of freedom
 QUANTILES = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 

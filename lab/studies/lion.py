@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Lion"]
-
 
 class Lion(torch.optim.Optimizer):
     """Steps of one size, by the sign of a mean of gradients; it has no second moment.

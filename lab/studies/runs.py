@@ -9,8 +9,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Cell", "Run", "perform"]
-
 Cell = tuple[Any, ...]
 Run = dict[str, Any]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from hvd_adpsgd.inner.over_torch.refused import refuse
 
-__all__ = ["ElasticSampler", "TorchState", "run_fn"]
-
 
 class TorchState:
     """Raises: see module."""

@@ -18,13 +18,6 @@ from hvd_adpsgd.inner.over_torch.operations import (
     synchronize,
 )
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
-
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters (a dict, or a list of tensors or pairs) with those of learner `root_rank`."""

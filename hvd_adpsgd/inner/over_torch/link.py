@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Link", "connect"]
-
 _LONGEST = 2**28  # bytes; no learner sends a longer message
 _INTRODUCTION_S = 5.0  # longest wait for a learner's first message
 _INTRODUCTION_NBYTES = 1024  # and its length

@@ -18,8 +18,6 @@ from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision, Order, Request
 from hvd_adpsgd.inner.over_torch.transfers import Transfers, Work
 
-__all__ = ["Negotiation"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _STALL_S, _STALL_LOOK_S = 60.0, 15.0  # as Horovod's stall check; between two looks for what stalls

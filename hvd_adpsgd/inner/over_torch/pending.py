@@ -12,8 +12,6 @@ import torch
 from hvd_adpsgd.inner.over_torch.names import HorovodInternalError, LearnerEndedError
 from hvd_adpsgd.inner.over_torch.requests import Request
 
-__all__ = ["Handles", "Pending"]
-
 
 class Pending:
     """An operation of this learner, from its announcement to its result.

@@ -6,8 +6,6 @@ from typing import Any, NoReturn
 
 from hvd_adpsgd.errors import MissingRequirementError
 
-__all__ = ["add_process_set", "refuse", "remove_process_set", "start_timeline", "stop_timeline"]
-
 
 def refuse(name: str) -> NoReturn:
     """Raise MissingRequirementError for something that this backend does not have."""

@@ -11,8 +11,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Decision", "Order", "Request"]
-
 JOIN = "join"
 _OF_ZEROS = ("allreduce", "barrier")  # operations in which a learner in join() takes part
 

@@ -8,8 +8,6 @@ import torch
 
 from hvd_adpsgd.inner.over_torch import world
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """torch's SyncBatchNorm, over torch's process group of the super learner; for GPUs, as Horovod's is.

@@ -21,8 +21,6 @@ from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
 from hvd_adpsgd.inner.tensor_bytes import bytes_of, overwrite
 
-__all__ = ["Transfers", "Work"]
-
 _FUSED_NBYTES = 2**26  # largest buffer in which small tensors are reduced together, as in Horovod
 _REDUCE: dict[int, Any] = {
     Average: dist.ReduceOp.SUM,

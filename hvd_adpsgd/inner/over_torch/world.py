@@ -15,8 +15,6 @@ from hvd_adpsgd.inner.over_torch.pending import Handles
 from hvd_adpsgd.inner.over_torch.transfers import Transfers
 from hvd_adpsgd.inner.torch_group import store_of
 
-__all__ = ["World", "current", "is_initialized", "rank", "shutdown", "size", "start"]
-
 
 class World:
     """What a learner holds of its super learner. The learners of the super learner make it together.

@@ -31,8 +31,6 @@ from hvd_adpsgd.optim.natural_gradient.rows import (
     square_sum,
 )
 
-__all__ = ["Tap", "affine", "tap_module"]
-
 Sides = tuple[Gathered, Gathered]
 
 _of_weight: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()

@@ -19,8 +19,6 @@ from torch import Tensor
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.optim.natural_gradient.rows import Rows, RowsLike, square_sum
 
-__all__ = ["Gathered", "OnlineFisher", "require_options"]
-
 EPSILON = 1e-10  # least eigenvalue, relative to the mean eigenvalue
 DELTA = 5e-4  # least eigenvalue, relative to the largest eigenvalue
 FIRST_UPDATES = 10  # number of first minibatches that each update the Fisher estimate

@@ -17,8 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.optim.natural_gradient.capture import Tap, affine, data_dtype, hand_over
 
-__all__ = ["LSTM", "tap_lstm"]
-
 Span = tuple[int, int]  # first row and number of rows of one time step
 
 

@@ -18,8 +18,6 @@ from hvd_adpsgd.optim.natural_gradient.capture import Tap, can_tap, tap_module
 from hvd_adpsgd.optim.natural_gradient.fisher import require_options
 from hvd_adpsgd.optim.natural_gradient.lstm import LSTM, tap_lstm
 
-__all__ = ["NaturalGradientSGD"]
-
 log = logging.getLogger("hvd_adpsgd")
 
 _SAVED = "natural"  # key of the Fisher estimates in state_dict

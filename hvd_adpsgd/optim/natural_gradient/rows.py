@@ -12,8 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Patches", "Rows", "RowsLike"]
-
 
 class RowsLike(Protocol):
     """A minibatch of n rows of D numbers each, inputs or output derivatives of an affine map.

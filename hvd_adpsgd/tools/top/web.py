@@ -9,8 +9,6 @@ from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd.tools.page import page, script
 from hvd_adpsgd.watching.record import read
 
-__all__ = ["serve", "server"]
-
 _EVERY_S = 10  # seconds after which a browser loads the page again
 _SCRIPT = "/plotly.js"
 

@@ -13,8 +13,6 @@ from hvd_adpsgd.torch.collectives.calls import run_call
 from hvd_adpsgd.torch.uneven_steps import joined
 from hvd_adpsgd.training.inside import told
 
-__all__ = ["barrier", "join"]
-
 
 def barrier(process_set: Any = global_process_set) -> None:
     """Wait until all learners have entered the barrier.

@@ -37,15 +37,6 @@ from hvd_adpsgd.training.optimizer_state import (
 )
 from hvd_adpsgd.training.sharded import is_sharded, local
 
-__all__ = [
-    "broadcast",
-    "broadcast_",
-    "broadcast_all",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
-
 Parameters = dict[str, torch.Tensor] | list[torch.Tensor] | list[tuple[str, torch.Tensor]]
 
 

@@ -14,14 +14,6 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.training.sharded import is_sharded
 from hvd_adpsgd.training.super_learner import horovods
 
-__all__ = [
-    "described",
-    "require_dense",
-    "require_tensor",
-    "require_tensors",
-    "run_call",
-]
-
 T = TypeVar("T")
 
 

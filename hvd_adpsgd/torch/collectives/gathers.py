@@ -25,8 +25,6 @@ from hvd_adpsgd.torch.collectives.calls import (
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce
 from hvd_adpsgd.training.inside import told
 
-__all__ = ["Gathered", "allgather", "allgather_object", "gather", "grouped_allgather"]
-
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set

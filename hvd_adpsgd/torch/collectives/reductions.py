@@ -35,17 +35,6 @@ from hvd_adpsgd.torch.collectives.calls import (
 )
 from hvd_adpsgd.training.inside import told
 
-__all__ = [
-    "Reduction",
-    "allreduce",
-    "allreduce_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "reduce",
-    "reduce_",
-    "reduction",
-]
-
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # largest number of bytes of tensors that travel in the message that announces the call; larger ones follow it
 _TOLD = 1024

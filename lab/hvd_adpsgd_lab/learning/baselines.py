@@ -22,8 +22,6 @@ from hvd_adpsgd_lab.learning.super_learner import SuperLearner, batch_size
 from hvd_adpsgd_lab.learning.task import require_finite, seed_torch
 from hvd_adpsgd_lab.simulation.bounds import Bound, in_bound
 
-__all__ = ["BASELINES", "Baseline", "DiLoCo", "Synchronous", "parse_baseline", "run_baseline"]
-
 _BOUNDS: dict[str, Bound] = {
     "period": (1, 10**9),
     "rate": (1e-9, 1e3),

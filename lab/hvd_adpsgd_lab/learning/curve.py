@@ -16,8 +16,6 @@ from hvd_adpsgd_lab.learning.outcome import Point
 from hvd_adpsgd_lab.learning.super_learner import trained
 from hvd_adpsgd_lab.learning.task import Task, seed_torch
 
-__all__ = ["Curve"]
-
 _PROBES = 8
 Vector = npt.NDArray[np.float64]
 

@@ -9,8 +9,6 @@ from hvd_adpsgd_lab.simulation.bounds import Bound, in_bound
 from hvd_adpsgd_lab.simulation.faults import FAULTS
 from hvd_adpsgd_lab.simulation.scenario import VALUES, Fault
 
-__all__ = ["KINDS", "LOCK_STEP_KINDS", "checked"]
-
 KINDS = tuple(kind for kind in FAULTS if kind not in ("unfit", "extend", "bits"))
 LOCK_STEP_KINDS = ("crash", "stop", "slow")  # those that the baselines have
 _WITH_PEER = ("cut", "sever", "suspect", "break")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from hvd_adpsgd_lab.learning.outcome import Outcome, Point
 
-__all__ = ["draw"]
-
 
 def draw(outcomes: Sequence[Outcome], path: str | Path) -> None:
     """Write a figure of the runs: the first evaluation, else the loss, and the consensus distance."""

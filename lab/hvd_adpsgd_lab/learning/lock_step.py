@@ -9,8 +9,6 @@ from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.planner import Cluster, allreduce_s, failure_times
 from hvd_adpsgd_lab.simulation.scenario import Fault
 
-__all__ = ["CHECKPOINT_S", "RESTART_S", "LockStepClock", "QuorumClock"]
-
 CHECKPOINT_S, RESTART_S = 30.0, 300.0  # as planner.synchronous_goodput
 
 

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Layout"]
-
 # bytes, as torch's allocator aligns: matrix products of tensors at other addresses may round otherwise
 _ALIGNED = 64
 _CHUNK_NBYTES = 256 * 1024  # the default of the option chunk_kib

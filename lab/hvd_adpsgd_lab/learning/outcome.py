@@ -12,8 +12,6 @@ import torch
 
 from hvd_adpsgd.watching.record import plain
 
-__all__ = ["Outcome", "Point", "digest_of"]
-
 
 @dataclass(frozen=True)
 class Point:

@@ -25,8 +25,6 @@ from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.planner import Cluster, failure_times, job_of
 from hvd_adpsgd_lab.simulation.scenario import Fault
 
-__all__ = ["Budget", "EngineRun", "Training"]
-
 log = logging.getLogger("hvd_adpsgd")
 _STREAMS = 1_000_003  # between the seeds of the batches of super learners that join
 _MOST_ENGINES, _MOST_STREAMS = 1_000_000, 16_000_000  # a few hundred bytes of memory each

@@ -20,8 +20,6 @@ from hvd_adpsgd.training.update_rules import make_rule
 from hvd_adpsgd_lab.learning.memory import Layout
 from hvd_adpsgd_lab.learning.task import Task, require_finite, seed_torch
 
-__all__ = ["Gradient", "SuperLearner", "batch_size", "trained"]
-
 
 @dataclass(frozen=True)
 class Gradient:

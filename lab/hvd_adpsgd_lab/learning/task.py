@@ -23,8 +23,6 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd_lab.simulation.chance import Chance
 
-__all__ = ["Task", "require_finite", "seed_torch"]
-
 _ARGUMENTS = {
     "model": (),
     "loss": ("model", "batch"),

@@ -13,8 +13,6 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd_lab.learning.super_learner import Gradient, SuperLearner
 from hvd_adpsgd_lab.learning.task import Task, seed_torch
 
-__all__ = ["Together"]
-
 MOST = 64  # super learners in a call
 
 

@@ -20,8 +20,6 @@ from hvd_adpsgd_lab.simulation.bounds import in_bound
 from hvd_adpsgd_lab.simulation.planner import Cluster
 from hvd_adpsgd_lab.simulation.scenario import Fault
 
-__all__ = ["LARGEST_N", "prepared", "train"]
-
 LARGEST_N = 4096
 _PATIENCE = 100  # times the expected duration, after which a run that waits for steps ends
 

@@ -10,8 +10,6 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd_lab.simulation.bounds import in_bound
 from hvd_adpsgd_lab.simulation.planner import BOUNDS
 
-__all__ = ["parsed"]
-
 REPLAY = ("seed", "scenario")
 RUNS = (*REPLAY, "seeds")
 MODES = (*RUNS, "explore", "train", "super_learners")

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from hvd_adpsgd.errors import ConfigError, MissingRequirementError
 
-__all__ = ["check_different", "check_image", "check_writable"]
-
 
 def check_writable(option: str, path: str | None) -> None:
     """Check that the file of an option can be written, without changing its content.

@@ -8,9 +8,6 @@ from collections.abc import Callable
 
 from hvd_adpsgd_lab.simulation.campaign import BLOCK, Report
 
-__all__ = ["of_plan", "of_seeds", "of_states", "of_training"]
-
-
 _BAR = 24  # characters of a bar
 
 

@@ -22,8 +22,6 @@ except ImportError as error:
         "--train: torch is not installed, which trains the model. Run pip install torch."
     ) from error
 
-__all__ = ["main"]
-
 
 def main(args: argparse.Namespace, cluster: Cluster) -> int:
     """Train with --strategy and then with each of --compare; print, write and draw the outcomes.

@@ -11,18 +11,6 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd_lab.simulation.planner import PATIENT
 from hvd_adpsgd_lab.simulation.scenario import Fault
 
-__all__ = [
-    "failures",
-    "fault",
-    "model",
-    "network",
-    "options",
-    "racks",
-    "seconds",
-    "slow",
-    "slow_links",
-]
-
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _RATES = {"Mb/s": 1e6 / 8, "Gb/s": 1e9 / 8, "MB/s": 1e6, "GB/s": 1e9}

@@ -8,8 +8,6 @@ from typing import Any
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["SEED", "Bound", "check_fields", "in_bound", "in_bounds"]
-
 Bound = tuple[float, float]  # least and largest value; two integers allow whole numbers only
 SEED: Bound = (0, 2**62 - 1)
 

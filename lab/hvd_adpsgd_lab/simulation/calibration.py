@@ -12,8 +12,6 @@ from pathlib import Path
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd_lab.simulation.bounds import check_fields
 
-__all__ = ["Calibration"]
-
 
 @dataclass(frozen=True)
 class Calibration:

@@ -19,8 +19,6 @@ from hvd_adpsgd_lab.simulation.faults import FAULTS
 from hvd_adpsgd_lab.simulation.ledger import BrokenPromise
 from hvd_adpsgd_lab.simulation.scenario import Scenario, run
 
-__all__ = ["IMPOSSIBLE", "Failure", "Report", "explore", "run_block"]
-
 BLOCK = 250  # seeds that a worker process runs as one task
 
 # Pairs of (state of an exchange, message that arrives in it) that cannot occur, with the reason.

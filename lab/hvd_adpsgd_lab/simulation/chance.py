@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-__all__ = ["Chance"]
-
 T = TypeVar("T")
 _BITS = 2**64 - 1
 

@@ -11,8 +11,6 @@ from hvd_adpsgd.engine.metrics import EVENT_NAMES
 from hvd_adpsgd.watching.trace import Timeline
 from hvd_adpsgd_lab.simulation.job import Job
 
-__all__ = ["chart", "write_timeline"]
-
 WIDTH = 16  # characters of a super learner's column
 NAMES = ("", "ASK", "YES", "NO", "BYE", "NEWS", "BYE_SEEN", "CUT", "CUT_SEEN", "REPORT")
 CONTROL, AGREEMENT, SUMS = 1, 2, 3 + 16384  # channels, as in engine/wire.pxd

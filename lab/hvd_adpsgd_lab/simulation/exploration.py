@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd_lab.simulation.explore import Explorer
 
-__all__ = ["AT_LENGTH", "IN_BRIEF", "Exploration", "Explored", "chosen", "table"]
-
 AT_ONCE, WITH_RECEIPT, AT_ANY_TIME = 0, 1, 2
 
 

@@ -43,19 +43,6 @@ from hvd_adpsgd_lab.simulation.steering import Steering
 if TYPE_CHECKING:
     from hvd_adpsgd_lab.simulation.job import LocalUpdates  # a protocol of the stub only
 
-__all__ = [
-    "Cluster",
-    "Outcome",
-    "allreduce_s",
-    "checkpoint_interval_s",
-    "draw",
-    "failure_times",
-    "job_of",
-    "plan",
-    "synchronous_goodput",
-    "theoretical_decay",
-]
-
 PATIENT = DEFAULTS.replace(
     deadline_s=10.0
 )  # the few chunks of a simulated model are larger than real ones

@@ -30,19 +30,6 @@ from hvd_adpsgd_lab.simulation.faults import FAULTS
 from hvd_adpsgd_lab.simulation.job import Job
 from hvd_adpsgd_lab.simulation.network import Network
 
-__all__ = [
-    "STRATEGIES",
-    "Fault",
-    "Learner",
-    "Scenario",
-    "digest",
-    "job_of",
-    "member_plans",
-    "rounds_of",
-    "run",
-    "schedules",
-]
-
 GOSSIP = ("random_pairs", "fixed_ring", "random_ring")
 STRATEGIES = (
     *GOSSIP,

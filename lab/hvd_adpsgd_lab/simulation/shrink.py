@@ -10,8 +10,6 @@ from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd_lab.simulation.ledger import BrokenPromise
 from hvd_adpsgd_lab.simulation.scenario import DEFAULTS, Fault, Scenario, run
 
-__all__ = ["broken_by", "shrink"]
-
 MOST_RUNS = 400
 _PLAIN: dict[str, Any] = {
     "later": 0,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["of_pairs", "of_racks", "of_ring"]
-
 Slowness = npt.NDArray[np.float64]
 
 

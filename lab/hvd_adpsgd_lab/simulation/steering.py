@@ -11,8 +11,6 @@ from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 if TYPE_CHECKING:
     from hvd_adpsgd_lab.simulation.job import Job
 
-__all__ = ["Choice", "Steering"]
-
 _STEPS = 8  # between two looks
 
 

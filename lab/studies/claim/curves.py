@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from lab.studies.intervals import mean_interval
 
-__all__ = ["Point", "at_samples", "last_until", "time_to", "told"]
-
 
 class Point(NamedTuple):
     """Held-out loss of the mean model after a time and a number of samples of all learners."""

@@ -14,8 +14,6 @@ from .recorder import copied, copy_file
 from .situations import LEARNERS
 from .tasks import Task
 
-__all__ = ["curve"]
-
 
 def curve(folder: Path, task: Task, times: Sequence[float]) -> list[Point]:
     """Return the points of a run, one for each time at which a learner that trained has copied its model."""

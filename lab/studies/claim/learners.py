@@ -21,8 +21,6 @@ from lab.studies.disturbed import jobs
 from . import recorder
 from .situations import LEARNERS
 
-__all__ = ["Hosts", "Job", "command", "no_hosts"]
-
 START_S = 180.0  # longest start
 MARGIN_S = 60.0  # for the last copy, after its time
 POLL_S = 0.05

@@ -16,8 +16,6 @@ from .schemes import TITLES
 from .situations import SITUATIONS
 from .table import Place
 
-__all__ = ["ACROSS", "draw"]
-
 STYLES: dict[str, tuple[str, Any, str]] = {
     "horovod": ("#e69f00", (0, (3, 1, 1, 1)), "s"),
     "ddp": ("#d55e00", "--", "x"),

@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["Recorder", "copied", "copy_file", "ended_file", "log_file", "ready_file", "start_file"]
-
 START_S = 600.0  # longest wait for the start
 LEFT_S = 120.0  # after the last copy a learner that a killed study has left behind ends itself
 BACKWARD = 2.0  # time of a backward pass / time of a forward pass

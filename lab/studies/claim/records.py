@@ -10,8 +10,6 @@ from typing import Any
 
 from .curves import Point
 
-__all__ = ["Key", "Record", "append", "load"]
-
 
 @dataclass(frozen=True)
 class Key:

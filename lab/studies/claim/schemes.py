@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["SCHEMES", "TITLES", "Outer", "Scheme", "missing", "settings", "torchft"]
-
 POST_LOCAL_PERIOD, DILOCO_PERIOD = 4, 20  # steps between two means of the models
 TIMEOUT = timedelta(seconds=120)
 JOIN_MS = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GOALS", "LEARNERS", "LONGER", "SITUATIONS", "Situation", "kill_s", "times"]
-
 LEARNERS = 4
 LONGER = 1.1  # runs last so many times the time T in which DDP sets the loss to reach
 COPIES = 15  # up to T, at times that grow by one factor

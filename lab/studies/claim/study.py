@@ -26,8 +26,6 @@ from . import evaluation, learners, picture, records, schemes, situations, table
 from .records import Key, Record
 from .situations import SITUATIONS
 
-__all__ = ["perform", "turns"]
-
 
 def turns(options: argparse.Namespace) -> Iterator[Key]:
     """Yield all runs: those of a task, situation and seed together, in another order for each seed."""

@@ -12,8 +12,6 @@ from .records import Key, Record
 from .schemes import TITLES
 from .situations import GOALS, SITUATIONS
 
-__all__ = ["Place", "Row", "goal", "rows", "table"]
-
 BASE, OURS = "ddp", "hadpsgd"
 HEAD = (
     "| task | situation | scheme | samples/s | held-out loss at T | after as many samples as DDP | "

@@ -23,8 +23,6 @@ from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import Problem
 from lab.studies.claim.schemes import Outer
 
-__all__ = ["NAMES", "WARM_UP", "Task", "named"]
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 NAMES = ("text", "speech")

@@ -16,8 +16,6 @@ from examples.acoustic_model.speech.problem import Problem
 
 from . import jobs
 
-__all__ = ["Hosts", "missing"]
-
 
 def missing() -> str | None:
     """Return why two hosts cannot be simulated on this machine; None if they can."""

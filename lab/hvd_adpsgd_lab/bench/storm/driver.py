@@ -27,8 +27,6 @@ from hvd_adpsgd_lab.bench.storm.notes import (
 )
 from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
-__all__ = ["driver_file", "perform"]
-
 _START_S = 600.0  # longest time until each slot has made a step
 _LAST_S = 120.0  # after the run, for replacements that have not made a step yet
 _POLL_S = 0.05

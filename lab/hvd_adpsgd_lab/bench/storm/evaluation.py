@@ -11,8 +11,6 @@ import torch
 from hvd_adpsgd_lab.bench.storm import model as work
 from hvd_adpsgd_lab.bench.storm.notes import mean_file
 
-__all__ = ["losses"]
-
 
 @torch.no_grad()
 def losses(settings: dict[str, Any], seconds: float) -> list[tuple[float, float]]:

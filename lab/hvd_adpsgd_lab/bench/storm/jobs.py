@@ -23,8 +23,6 @@ from hvd_adpsgd_lab.bench import programs_path
 from hvd_adpsgd_lab.bench.storm.learner import notes_file
 from hvd_adpsgd_lab.bench.storm.notes import Notes, listener_file
 
-__all__ = ["Job", "Joining", "OneByOne", "Together", "job_of"]
-
 _MODULE = "hvd_adpsgd_lab.bench.storm.learner"
 _HOST = "127.0.0.1"
 _ENDS_S = 30.0  # in which learners end by themselves when all is over

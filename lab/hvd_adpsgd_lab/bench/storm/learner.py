@@ -14,8 +14,6 @@ from typing import Any
 
 from hvd_adpsgd_lab.bench.storm.notes import Notes
 
-__all__ = ["notes_file"]
-
 
 def notes_file(folder: Path, slot: int, pid: int) -> Path:
     """The lines of a learner."""

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GPT", "HEAD", "Text", "adamw", "load", "loss_of"]
-
 HEAD = 32  # width of an attention head
 _HELD_OUT = 0.05  # last part of the text, for evaluation
 _EVALUATED = 64  # sequences of an evaluation

@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Notes", "began_file", "copy_file", "fault_file", "lines", "listener_file", "mean_file",
-           "over_file", "published"]  # fmt: skip
-
 
 class Notes:
     """Appends lines of JSON to a file, each with one write, so that a killed process leaves whole lines.

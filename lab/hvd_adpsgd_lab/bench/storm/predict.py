@@ -21,8 +21,6 @@ from hvd_adpsgd_lab.learning import Outcome, Task, train
 from hvd_adpsgd_lab.simulation import scenario
 from hvd_adpsgd_lab.simulation.planner import Cluster
 
-__all__ = ["predicted", "simulated", "task_of"]
-
 _BYTES_PER_S, _LATENCY_S = 1e9, 1e-4  # of loopback on a busy host; models are small
 _REPLACE_S = 10.0  # from a kill to the replacement's request, if none was measured
 

@@ -14,8 +14,6 @@ from typing import Any
 from hvd_adpsgd_lab.bench.storm.driver import driver_file
 from hvd_adpsgd_lab.bench.storm.notes import lines
 
-__all__ = ["Life", "Run", "Span", "Step", "compared", "jump", "participation_over_time", "summary"]
-
 LONG_S = 120.0  # of a life whose growth is judged
 HANG_S = 60.0  # without a step, of a slot that is neither dead nor stopped
 Span = tuple[float, float]

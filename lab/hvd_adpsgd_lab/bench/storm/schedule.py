@@ -20,8 +20,6 @@ from pathlib import Path
 
 from hvd_adpsgd.errors import ConfigError
 
-__all__ = ["KINDS", "PUBLIC", "Fault", "counted", "drawn", "named", "parse", "played", "written"]
-
 KINDS = ("kill", "stop", "slow", "cut")
 PUBLIC = "public_32"
 LONGEST_S, LARGEST_FACTOR, LARGEST_SLOT = 1e6, 1e3, 4095

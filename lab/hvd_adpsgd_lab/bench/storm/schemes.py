@@ -18,8 +18,6 @@ from torch import nn
 
 from hvd_adpsgd_lab.bench.storm.notes import listener_file, published
 
-__all__ = ["SCHEMES", "Scheme"]
-
 # DiLoCo and its outer optimizer, time limits: those of the public run.
 PERIOD, OUTER_RATE, OUTER_MOMENTUM, LEAST = 20, 0.7, 0.9, 2
 TIMEOUT, QUORUM_TIMEOUT = timedelta(seconds=60), timedelta(seconds=120)

@@ -26,8 +26,6 @@ from hvd_adpsgd_lab.bench.storm.notes import (
 )
 from hvd_adpsgd_lab.bench.storm.schemes import SCHEMES
 
-__all__ = ["train"]
-
 _HELD_EVERY_S = 5.0  # between two lines about memory and descriptors
 _LATE_S = 1.0  # a copy that is later belongs to no time: the learner was stopped
 _POLL_S = 0.05
