@@ -1,7 +1,5 @@
 """What all tests share: the order of a run, and what runs beside what where workers share it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

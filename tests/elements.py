@@ -1,7 +1,5 @@
 """Arrays of the element types of models, bfloat16 as uint16: their numbers, and numbers as elements."""
 
-from __future__ import annotations
-
 import numpy as np
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}

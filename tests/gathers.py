@@ -1,7 +1,5 @@
 """A gather among leaders that are threads of this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a process holds, to be compared before and after something that should leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Messages of a stranger."""
 
-from __future__ import annotations
-
 import random
 
 

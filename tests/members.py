@@ -1,7 +1,5 @@
 """Engines of one process, over wires of sockets whose connections a test opens."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -5,8 +5,6 @@
 In the root of the repository. Commands run in bash; one that fails ends the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

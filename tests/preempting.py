@@ -7,8 +7,6 @@ the core, or are about to, stand still while those on other cores go on. It need
 real-time priority.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

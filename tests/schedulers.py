@@ -1,7 +1,5 @@
 """Every learning-rate scheduler of torch, made on an optimizer, and what it does to that step by step."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

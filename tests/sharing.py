@@ -1,7 +1,5 @@
 """What learners of the tests of shares and of links train."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

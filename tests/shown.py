@@ -1,7 +1,5 @@
 """A super learner whose model peers may read, in one process."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hvd_adpsgd.engine.layout import TensorSpec

@@ -1,7 +1,5 @@
 """A communicator over which nothing moves: what is sent is kept, and what arrives a test says."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from typing import Any

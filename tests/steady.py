@@ -15,8 +15,6 @@ preempted  each core by itself is taken away for 0 to 60 ms again and again, so 
 What each run wrote is in --out. A run that lasts longer than --limit-s is ended, with all that it started.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -4,8 +4,6 @@ Legend: n super learners, models X (n, d), mean m, a round X <- T X with a mixin
 and doubly stochastic.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 

@@ -8,8 +8,6 @@ above 1 is slower. The other revision is checked out and built in a temporary fo
 packages that this Python has.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

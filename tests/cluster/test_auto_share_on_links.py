@@ -1,7 +1,5 @@
 """exchange_share="auto" where the link becomes a thousandth of what it was, and recovers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

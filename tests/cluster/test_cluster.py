@@ -1,7 +1,5 @@
 """Hosts on one machine: up and down without a trace, thin links, a job over two of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

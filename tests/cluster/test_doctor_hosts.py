@@ -1,7 +1,5 @@
 """The doctor on several hosts: it visits them, and launches on them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Three hosts under `horovodrun --gloo`: one loses its power, its link, its sshd, or is started again."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hosts that are cut off or die while they train, under a plain horovodrun."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

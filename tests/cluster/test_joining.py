@@ -1,7 +1,5 @@
 """A super learner from a host that the job does not know joins it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

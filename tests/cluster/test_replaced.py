@@ -1,7 +1,5 @@
 """A super learner that has failed on one of several hosts is replaced: there, or where somebody lives."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Connections between the hosts of a running job are reset: nobody fails, nothing is lost."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Three hosts under `python -m hvd_adpsgd run`: one loses its power; the launcher is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

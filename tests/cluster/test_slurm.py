@@ -1,7 +1,5 @@
 """The script of docs/slurm.md under a Slurm of virtual hosts: lost hosts, preemption, what ends a job."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A storm on three hosts: a link is cut, a learner is killed and replaced, one is stopped and killed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

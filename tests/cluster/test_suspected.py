@@ -1,7 +1,5 @@
 """A super learner that stops in the middle of an exchange over a thin link is suspected, and stays so."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A link on which an exchange takes seconds: the engine looks seldom, and who leaves is not lost."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """prefer_fast on eight hosts: a quarter of the links is ten times slower."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """A training over three hosts, whose links and power the tests cut."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

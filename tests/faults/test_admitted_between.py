@@ -1,7 +1,5 @@
 """hvd.admit(blocking=False): nobody waits for a stopped or slow super learner unless one is joining."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Promise 6: every run ends, and no process is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

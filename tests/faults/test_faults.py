@@ -4,8 +4,6 @@ The cases below take each kind of fault, each place and each sort of victim at l
 HVD_ADPSGD_ALL_FAULTS=1 runs the full product of kinds, places and victims, which takes hours.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -9,8 +9,6 @@ on each side: the victim had two at most. Everywhere else, and among the survivo
 is what it was, to rounding.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Strategies for which all wait go on with those that live: killed, or ended by an exception."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Promise 8 with real processes: operations in a tight loop, engines that exchange, one learner killed."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

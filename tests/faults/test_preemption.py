@@ -1,7 +1,5 @@
 """SIGTERM to a learner: its super learner leaves soon, and the others train on without a failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

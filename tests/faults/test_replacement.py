@@ -1,7 +1,5 @@
 """A failed super learner is replaced by a new one, which takes the mean model and trains on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """SIGUSR1: every learner writes what it knows, also when it hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

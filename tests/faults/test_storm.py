@@ -1,7 +1,5 @@
 """The simulator's fault scripts on real processes: the promises hold, seen from outside (tests/storm)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing here measures how fast anything is. A learner sleeps, or is stopped, unt
 many steps and exchanges: if they waited for it, they would never come to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

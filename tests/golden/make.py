@@ -6,8 +6,6 @@ tests/mpi/test_schemes.py compares new runs with it. Write it anew only if a law
 why in the commit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 NCCL takes learners on one GPU for learners of several hosts here (NCCL_HOSTID), as it refuses two on one.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

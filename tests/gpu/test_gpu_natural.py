@@ -1,7 +1,5 @@
 """The estimates of natural gradients on a GPU. Skipped without one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

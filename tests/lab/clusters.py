@@ -1,7 +1,5 @@
 """Planned clusters with other attributes, or other options of training."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -9,8 +9,6 @@ built there, and run seed by seed until a promise breaks, the process dies, or a
 minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Shares that change while engines run, and exchange_share="auto" in virtual time."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Costs of averaging on a host: measured, written, read, and used by plans."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

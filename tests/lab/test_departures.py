@@ -5,8 +5,6 @@ there, as far as one knows. The simulator's bound follows: n hops of calm, unles
 has ended.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

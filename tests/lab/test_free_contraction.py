@@ -4,8 +4,6 @@ Under a virtual clock: which pairs exchange when follows from the seeds alone, s
 never. On real clocks it depends on the load which engines get to exchange, and no law holds.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import theorems

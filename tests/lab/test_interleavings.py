@@ -1,7 +1,5 @@
 """Every interleaving of small jobs of real engines: no promise is broken, and everyone ends."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

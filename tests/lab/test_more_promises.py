@@ -1,7 +1,5 @@
 """More seeds than those of test_promises."""
 
-from __future__ import annotations
-
 import pytest
 from hvd_adpsgd_lab.simulation.campaign import run_block
 

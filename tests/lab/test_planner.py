@@ -1,7 +1,5 @@
 """Plans of clusters: against closed forms, and what they cost."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Asking the fastest of three peers: promises hold, slow links are used less, models approach sooner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

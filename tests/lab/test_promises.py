@@ -1,7 +1,5 @@
 """Real engines, a simulated wire and clock, trainers and faults from a seed: no promise is broken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

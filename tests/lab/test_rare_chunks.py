@@ -1,7 +1,5 @@
 """Chunks that are in one of several exchanges only: the promises hold, and each has its turn."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

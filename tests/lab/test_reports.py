@@ -1,7 +1,5 @@
 """Reports in simulated jobs: no promise breaks with them, and they spread whole and in time."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Nothing grows with the number of super learners but what a departure needs: log2(n) messages of each."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

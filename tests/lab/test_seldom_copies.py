@@ -1,7 +1,5 @@
 """Chunks without a correction that are copied to the engine in some steps only: every promise holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The command `simulate`: replay, chart, timeline, and the smallest scenario that breaks a promise."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

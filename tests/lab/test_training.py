@@ -1,7 +1,5 @@
 """Training in virtual time: what the super learners compute, and when."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Files and functions that a user gives to be trained in virtual time: what they must be, and the errors."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import UserDict

@@ -1,7 +1,5 @@
 """What must hold when super learners have joined a job: facts of programs/growing.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

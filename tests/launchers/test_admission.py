@@ -1,7 +1,5 @@
 """Super learners that were not there at the start join a job, from outside of its launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 Nothing that makes other tests cheaper is at work here: no forked learners, no preloaded library.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The same script under each launcher: with MPI, and without it."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

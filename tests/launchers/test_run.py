@@ -1,7 +1,5 @@
 """Jobs of `python -m hvd_adpsgd run`: failures, replacements, signals, and that no learner outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

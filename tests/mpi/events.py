@@ -5,8 +5,6 @@ length, at a pace of its own, and asks the next peer of its plan at the times of
 Exchanges come while gradients are computed; what they owe a model is added at the end of its step.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

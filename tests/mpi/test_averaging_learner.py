@@ -1,7 +1,5 @@
 """The learners of the model-averaging sweep: their law, and that a run leaves nothing to the next."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What a Horovod user expects beside training (programs/behaviour.py): one launch of four learners."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

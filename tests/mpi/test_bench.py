@@ -1,7 +1,5 @@
 """The benchmarks run, with arguments that make them short, and say what they are read for."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

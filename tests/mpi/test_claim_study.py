@@ -1,7 +1,5 @@
 """The study `claim`, made small: learners train, are killed, and their models are judged."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

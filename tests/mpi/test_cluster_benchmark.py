@@ -1,7 +1,5 @@
 """The learners of `lab.studies.cluster`, made small and on one host: all that is told is counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operations over all learners of several super learners, against NumPy and against Horovod."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

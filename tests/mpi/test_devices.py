@@ -1,7 +1,5 @@
 """Whole jobs whose tensors are on devices that lag behind the host: the promises, as on CPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.launcher import horovod_inside

@@ -1,7 +1,5 @@
 """The doctor at work: on this machine, and where something is wrong with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Every Python block of the documentation runs, on two super learners; the recipe also as plain Horovod."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

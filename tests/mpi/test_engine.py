@@ -1,7 +1,5 @@
 """The engine by itself: nothing lost, little memory, no time wasted, errors said, exchanges cut short."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunks that are left out, and a learner that is late. Learners that nothing makes wait: test_schemes.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

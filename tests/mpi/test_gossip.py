@@ -1,7 +1,5 @@
 """A2CiD2 through the optimizer: its mean, and the super learner's bits. Its law: test_schemes.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What scripts do beside the straight path (programs/habits.py), through the real engine."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

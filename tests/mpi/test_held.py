@@ -1,7 +1,5 @@
 """What a script holds of its optimizer stays alive (programs/held.py): schedulers, groups, state, hooks."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ They are in Horovod's repository (tag v0.28.1), not in its sdist: TEST_HOROVOD_E
 `examples`. They need torchvision.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Trainings by Transformers' Trainer and by Accelerate: the scripts of docs/huggingface.md, and more."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from pathlib import Path

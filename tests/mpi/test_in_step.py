@@ -5,8 +5,6 @@ peers in every run: what is asserted passes always or never. Engines that run fr
 tests/lab/test_free_contraction.py, where time is virtual.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

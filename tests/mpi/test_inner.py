@@ -1,7 +1,5 @@
 """Super learners over torch.distributed, in place of Horovod: the same tests, and what only they have."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`install()`: libraries that import horovod.torch themselves get this one."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import subprocess

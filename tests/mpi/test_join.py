@@ -1,7 +1,5 @@
 """hvd.join() with super learners of two and unequal numbers of steps."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

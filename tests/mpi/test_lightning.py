@@ -1,7 +1,5 @@
 """Lightning trains by AdpsgdStrategy: the script of docs/lightning.md, and what its hooks see."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import re

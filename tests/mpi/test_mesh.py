@@ -1,7 +1,5 @@
 """Process groups that the script hands over: a dimension of its own DeviceMesh is a super learner."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

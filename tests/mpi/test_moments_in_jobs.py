@@ -1,7 +1,5 @@
 """Shared moments in jobs: mates stay equal, and the state means what it means in torch."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Each launch runs several cases (programs/natural.py), and the tests look at what the learners said.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

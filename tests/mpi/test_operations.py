@@ -1,7 +1,5 @@
 """Operations over all learners that do not fit, that run in several threads, and their own collectives."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each launch runs many cases, and the tests look at what the learners said: start
 and MPI takes longer than any case.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter

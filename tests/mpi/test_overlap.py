@@ -1,7 +1,5 @@
 """Averaging during the gradient runs beside the computation: by the records of the timeline."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """An optimizer that nobody needs any longer gives back what it holds."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from textwrap import dedent

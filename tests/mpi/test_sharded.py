@@ -1,7 +1,5 @@
 """Models of which each learner of a super learner holds a part: fully_shard (FSDP2) inside."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tempfile

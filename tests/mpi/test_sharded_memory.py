@@ -1,7 +1,5 @@
 """The study of memory per learner: what a learner holds, by counting."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Models in shards: each learner averages its own with its counterparts; all promises hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.launcher import Result, run_learners

@@ -1,7 +1,5 @@
 """An exchange that moves a share of the model: the mean stays exact, each chunk has its turn; "auto"."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

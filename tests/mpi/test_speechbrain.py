@@ -1,7 +1,5 @@
 """SpeechBrain's Brain with the swap; where SpeechBrain and torchaudio are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

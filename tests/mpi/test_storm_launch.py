@@ -1,7 +1,5 @@
 """A storm on three super learners: one is killed and replaced, one is stopped."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The lines of docs/slurm.md for submitit: run by its local executor, and the batch script that they make."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

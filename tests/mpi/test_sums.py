@@ -1,7 +1,5 @@
 """The mean of all, summed by MPI or by the butterfly: the same to rounding, for any number of learners."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

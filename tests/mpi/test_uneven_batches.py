@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402, F811
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that is watched: every leader knows all, the record is written, a failure is in it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

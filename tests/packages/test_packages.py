@@ -3,8 +3,6 @@
 They need the package index, and compile Horovod where no finished wheel of it is in the user's cache.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

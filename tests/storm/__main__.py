@@ -1,7 +1,5 @@
 """Plays the simulator's fault scripts on real processes: python -m tests.storm --seed 17, or --seeds 0 20."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -4,8 +4,6 @@ Lighter than tests/cluster, without sshd: processes, /tmp and /dev/shm are the m
 started in their host. A host ends with the process that has made it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -5,8 +5,6 @@ changes it. At each checkpoint the leader leaves its model, FOLDER/CHECKPOINT.SU
 line of JSON for everything that happens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import hashlib

@@ -1,7 +1,5 @@
 """Plays a script on real processes, and judges from outside what came of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What happened while a script was played."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

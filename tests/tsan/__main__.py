@@ -8,8 +8,6 @@ the normal Python after libtsan.so. Code that is not built so (Python, NumPy, MP
 locks are.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

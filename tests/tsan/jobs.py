@@ -7,8 +7,6 @@ threads instead of processes. Every job without a failure ends with a test of th
 all models, so that it is known to have averaged.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -3,8 +3,6 @@
 On fake GPUs: tests/gpu has the real ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """Constants of A2CiD2 against pseudoinverses and random exchanges."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Admission as a state machine: every order of events that a process can see, and those that it cannot."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

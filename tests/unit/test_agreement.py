@@ -4,8 +4,6 @@ Members vote, messages arrive in any order that keeps each channel's, members cr
 and each survivor detects a crash at a time of its own.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

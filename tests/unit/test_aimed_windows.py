@@ -1,7 +1,5 @@
 """Half of the windows are where two models differ most, the others give each chunk its turn."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

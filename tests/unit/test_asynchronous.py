@@ -1,7 +1,5 @@
 """The thread of asynchronous operations: the script's streams, one order, one thread."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

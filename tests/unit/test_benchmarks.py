@@ -2,8 +2,6 @@
 
 # The imports come after the check that the example's packages are there.
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Between two operations over all learners: who has ended in order, and who waits in an operation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

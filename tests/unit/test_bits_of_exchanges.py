@@ -1,7 +1,5 @@
 """If the two sides of an exchange want different formats, both use the one of fewer bits."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any, cast

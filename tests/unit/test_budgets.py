@@ -1,7 +1,5 @@
 """The parts of this project stay as small as they are: limits in tests/budgets.toml."""
 
-from __future__ import annotations
-
 import subprocess
 import tomllib
 from pathlib import Path

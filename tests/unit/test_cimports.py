@@ -1,7 +1,5 @@
 """Compiled modules cimport along one order, and the engine's only from the engine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The study of the papers' claims: its recipe, its tables; a second call trains only what is missing."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Config: what is read, what is refused, and what the refusal says."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Models are compared by digest; two descriptions travel only if they differ."""
 
-from __future__ import annotations
-
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

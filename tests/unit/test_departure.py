@@ -1,7 +1,5 @@
 """SIGTERM: what is done before the end, whatever the main thread does, and only where the signal is ours."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

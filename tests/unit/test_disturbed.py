@@ -3,8 +3,6 @@
 # The imports come after the check that the packages are there.
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What README and docs/ say must be so: lengths, links, names of functions and options."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

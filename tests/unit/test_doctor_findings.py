@@ -1,7 +1,5 @@
 """The doctor's judgements, one table each, and what it reads; no MPI is started here."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Nothing here measures time: a test sleeps in the place of the engine, on its doo
 tests/mpi/test_engine.py looks whether engines sleep on doorbells, over MPI.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import platform

@@ -1,7 +1,5 @@
 """Models that drift apart inside a super learner, and those that need no warning."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

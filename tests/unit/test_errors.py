@@ -1,7 +1,5 @@
 """The exception tree: bases, and what survives pickling (learners send errors to each other)."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

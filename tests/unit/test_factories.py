@@ -1,7 +1,5 @@
 """Each tensor that the library makes names its device: torch.set_default_device is the script's own."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Differences of two models in 4 or 8 bits per element, which both sides merge with opposite signs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The table of formats beside what is written in C, and what derives from it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """GASLoC: its law in numpy, what it is in special cases, and what exchanges leave unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The studies of goodput and of model averaging with many learners: their grids and tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which backend moves CUDA tensors: NCCL refuses two learners on one GPU."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """When MPI starts with its failure detector."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

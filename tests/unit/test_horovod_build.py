@@ -1,7 +1,5 @@
 """The Horovod builder without a build: patches, cache key, what it says when something lacks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

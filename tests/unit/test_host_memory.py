@@ -1,7 +1,5 @@
 """Collectives of learners on one host through memory: threads in place of processes, against numpy."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ dropped, added or exchanged. Some of these are still valid. Those that announce 
 are left out, because no receiver can tell them from true ones.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import resource

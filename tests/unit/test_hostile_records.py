@@ -1,7 +1,5 @@
 """Records that are corrupt or of another program: read as far as they are one, never a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

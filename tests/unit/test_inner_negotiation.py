@@ -1,7 +1,5 @@
 """Learners of a super learner over torch.distributed that agree on operations, in one process."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

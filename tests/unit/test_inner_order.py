@@ -1,7 +1,5 @@
 """In which order operations of a super learner run over torch.distributed: the pure state, by properties."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

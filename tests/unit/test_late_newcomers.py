@@ -1,7 +1,5 @@
 """Joining super learners that were offered a super_rank which another one has taken since."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """How a process ends, as far as it can be said without MPI: who is last, and whether a script fails."""
 
-from __future__ import annotations
-
 import queue
 import subprocess
 import sys

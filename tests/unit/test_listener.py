@@ -1,7 +1,5 @@
 """The listener of a job: who knows the secret enters, also beside many who do not."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -1,7 +1,5 @@
 """A build is made again if a variable that changes it has another value, and only then."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

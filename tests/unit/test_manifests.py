@@ -1,7 +1,5 @@
 """The manifests of docs/kubernetes.md against the published types of Kubernetes and Kubeflow."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

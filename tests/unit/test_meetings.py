@@ -1,7 +1,5 @@
 """Meetings of hvd.admit(blocking=False), with leaders of different speed, that stop and that fail."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

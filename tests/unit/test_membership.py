@@ -1,7 +1,5 @@
 """Who lives: which news change what, and who warns of a failure."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Mixing matrices of whole rounds against what each super learner does, by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

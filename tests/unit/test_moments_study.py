@@ -1,7 +1,5 @@
 """The study of adaptive optimizers: its table; a second call trains only what is missing."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Faults put into the engine on purpose still fit its sources: `make` targets would find out late."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lab import mutants as simulated

@@ -1,7 +1,5 @@
 """The benchmark of natural-gradient SGD in small: it runs, repeats itself and says what it found."""
 
-from __future__ import annotations
-
 import json
 import math
 

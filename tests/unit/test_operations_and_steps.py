@@ -1,7 +1,5 @@
 """Between operations over all learners: steps that peers wait for, and peers that leave."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What learner 0 is told of its optimizer when that is wrapped."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

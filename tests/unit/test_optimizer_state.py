@@ -1,7 +1,5 @@
 """Values go into the groups, states and tensors that scripts hold, on plain torch optimizers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import types

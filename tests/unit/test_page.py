@@ -1,7 +1,5 @@
 """The page of a run: it fetches nothing, shows what the record has, and is served to browsers."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """Waits that poll: at least once, with pauses that grow to a bound, until a deadline."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

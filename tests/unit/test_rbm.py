@@ -1,7 +1,5 @@
 """RBM pre-training: the loss against contrastive divergence by hand, the guard, and the whole road."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """How processes find each other without MPI: what launchers set, and the stores in which they meet."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Which lost super learners are replaced, and where: nothing twice, and nothing that does not fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from hvd_adpsgd.joining.candidates import _moved

@@ -1,7 +1,5 @@
 """Where torch, Horovod or MPI is missing, the error names the command that installs it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The launcher `python -m hvd_adpsgd run`: which learners start where, and the status of a job."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What setup.py, the requirement files, workflows and the version say."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Adaptive optimizers under gossip: shared moments, against their law and on gradients of known noise."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator

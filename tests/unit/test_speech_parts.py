@@ -1,7 +1,5 @@
 """The pure parts of the acoustic-model example, each against another road to the same value."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

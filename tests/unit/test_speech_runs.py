@@ -3,8 +3,6 @@
 # The imports come after the check that the example's packages are there.
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """The speed-up benchmark: its fit, its model and what it draws."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """SIGUSR1 writes the state, whatever the main thread does, and only where it is ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

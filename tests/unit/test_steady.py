@@ -1,7 +1,5 @@
 """tests/steady.py: what it reads in the output of a run, and that it ends all that it started."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which rounds a super learner owes the others, whatever the script does between gradients and step()."""
 
-from __future__ import annotations
-
 import pytest
 
 from hvd_adpsgd.training.round_accounting import Steps

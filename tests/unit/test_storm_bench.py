@@ -1,7 +1,5 @@
 """The storm without processes: its schedules, what the lines of a run add up to, the options' errors."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from types import SimpleNamespace

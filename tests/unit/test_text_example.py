@@ -1,7 +1,5 @@
 """examples/text.py: the text is split, the rate follows its schedule, learners train and save the mean."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table in the terminal: readable at any width, keys, and names that cannot steer the terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Rings, matchings and random peers, against enumeration and counts."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

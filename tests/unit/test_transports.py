@@ -1,7 +1,5 @@
 """Messages that arrive broken, and messages over MPI that two threads send, without MPI."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 import threading

@@ -8,8 +8,6 @@ docs/troubleshooting.md has the messages of a job, docs/troubleshooting_tools.md
 Messages that are put together elsewhere ("%s", a variable) are out of this test's reach.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

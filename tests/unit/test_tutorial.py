@@ -1,7 +1,5 @@
 """examples/tutorial.ipynb is a notebook whose cells have run, and run; docs/tutorial.md is the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

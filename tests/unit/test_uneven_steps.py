@@ -1,7 +1,5 @@
 """hvd.join() gives a learner without optimizer state that of another one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

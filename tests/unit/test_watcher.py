@@ -1,7 +1,5 @@
 """Which leader warns, serves metrics and sends for all: the first one that lives, answers and has joined."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """hvd.log_to: tags and steps against reports by hand, writers as they are, and those that fail."""
 
-from __future__ import annotations
-
 import logging
 import math
 import socket

@@ -1,7 +1,5 @@
 """Communicators over sockets: several learners in one process, each with a hub of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

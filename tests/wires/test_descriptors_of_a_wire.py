@@ -1,7 +1,5 @@
 """Without a free file descriptor, making a wire raises OSError with the cure, and leaves nothing open."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

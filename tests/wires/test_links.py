@@ -1,7 +1,5 @@
 """A network that ends connections between living peers: messages arrive once; exchanges are exact."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """Engines over TCP, each in a process of its own, that die, stop, fork and are called by strangers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Engines over TCP connections, each with its thread, all in this process and without MPI."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -10,8 +10,6 @@ gradients of the step are with Horovod, others never come), `last_step`, `shutdo
 at --step, before the departure of their engine).
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import ctypes

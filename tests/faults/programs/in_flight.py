@@ -5,8 +5,6 @@ memory of the victim's engine is a file, or mapped by survivors, so that what it
 after its end. Each survivor leaves its model twice: when the loss is noticed, and some exchanges later.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ leaves RANK.json and its model RANK.npy at its end; RANK.left, and RANK.left.npy
 owed to it, when it has left. SIGTERM comes to learners inside hvd.shutdown() too, where it changes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import functools

@@ -7,8 +7,6 @@ on that counts the victim as failed. Then they say of every operation by its num
 learners that have failed after it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

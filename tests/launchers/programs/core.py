@@ -1,7 +1,5 @@
 """A learner of two super learners of two: what a script sees, under whichever launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

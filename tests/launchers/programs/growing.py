@@ -4,8 +4,6 @@ The model of super learner k begins with k + 1 everywhere. Each learner says its
 models before and after each hvd.admit that lets somebody in, with no step between the two.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Free-running gossip whose exchanges come when the program says so, through the optimizer's own engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

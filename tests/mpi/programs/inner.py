@@ -1,7 +1,5 @@
 """A super learner over torch.distributed: operations against NumPy, mismatches, DDP, a learner that ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -7,8 +7,6 @@ in the barrier, too. Then learner 3 ends its training earlier than learner 2, an
 operation inside its super learner in place of learner 4's next step.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Argument: "first" if the mesh is made before hvd.init(), else "after".
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

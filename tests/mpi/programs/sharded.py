@@ -3,8 +3,6 @@
 Arguments: a folder for the checkpoint; then the cases to run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

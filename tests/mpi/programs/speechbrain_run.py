@@ -3,8 +3,6 @@
 Argument: a folder for the checkpoint.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One engine over TCP that does what lines on its input say: `python engine.py RANK SIZE OPTIONS`."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
