@@ -1,0 +1,1 @@
+"""Dynamic data sharding: which positions of an epoch each super learner takes."""

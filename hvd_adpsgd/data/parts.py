@@ -1,0 +1,447 @@
+"""Which super learner takes which positions of an epoch, without a master: a state machine without a clock.
+
+An epoch is cut into as many parts as the job had super learners at its start. Part p is *served* by super
+learner p: it alone decides which super learner takes which of these positions, and takes them itself from the
+front. A super learner with few positions left asks the servers of the other parts, while it still computes:
+
+    a super learner that runs low       the server of part p
+    Ask(number, epoch, p, wanted)  ->
+                                   <-   Give(number, p, positions, left)
+
+First it asks all for 0 positions, then for some the one with most left. A grant is left v / (2 V): v is the
+rate of the asking super learner, V that of all. So a slow one never gets what takes it longer than the rest
+takes the others. An epoch ends when all parts have 0 left. A part whose server does not answer for ten usual
+times of an answer is not waited for: its rest stays with its server, which may be stopped and come back, or
+is granted in a later epoch as left over.
+
+Servers change. If a server fails, the next living super learner in the ring of super_ranks serves its part;
+if it is replaced, the replacement does. The new server asks all living ones (Recover) what they have been
+granted of the part (Holds). From its answer on, a super learner accepts no grant of the part from an earlier
+server. What no super learner holds or has consumed is free.
+
+At most once among the living: the grants of two servers of a part are disjoint, as those of the earlier
+server either were accepted before the answer, and are not free, or are refused. Failures are final, so two
+living super learners never serve one part: each Recover comes from further on in the ring than the one
+before, until all make new connections, after which all count the living alike.
+At least once: what a failed super learner held and has not reported as consumed is free again.
+
+Messages between two super learners arrive in order. With new connections, messages may be lost: questions are
+sent again, under the same numbers, and all facts.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hvd_adpsgd.data.ranges import EPOCH, Ranges, count, merged, split, without
+
+REPORT_S = 1.0  # between two reports of what was consumed
+LEAST_PATIENCE_S = (
+    1.0  # a server that is silent for so long, and PATIENCE usual answers, is not waited for
+)
+PATIENCE = 10.0
+_FIRST_ANSWER_S = 0.05  # estimate of the time of an answer before the first
+_NEWEST = 0.2  # weight of the newest answer in the estimate
+
+
+class Ask(NamedTuple):
+    """A request for at least `wanted` positions of a part, in multiples of `step`."""
+
+    number: int
+    epoch: int
+    part: int
+    wanted: int
+    step: int
+    rate: float
+
+
+class Give(NamedTuple):
+    """The answer to Ask `number`; so many positions of the part can still be granted in that epoch."""
+
+    number: int
+    part: int
+    ranges: Ranges
+    left: int
+
+
+class Consumed(NamedTuple):
+    """Positions consumed since the last report, by any super learner; and facts about the sender and the job.
+
+    Attributes:
+        ranges: the positions.
+        rate: of the sender, in positions per second; 0 if it is not known yet.
+        parts: number of parts of an epoch; None if the sender does not know it.
+        leaves: whether the sender answers no more questions.
+    """
+
+    ranges: Ranges
+    rate: float
+    parts: int | None
+    leaves: bool = False
+
+
+class Recover(NamedTuple):
+    """The sender serves this part from now on, and asks which positions of it the receiver holds."""
+
+    part: int
+
+
+class Holds(NamedTuple):
+    """The answer to Recover: positions granted to the sender, positions known as consumed, epochs."""
+
+    part: int
+    granted: Ranges
+    consumed: Ranges
+    begun: set[int]
+
+
+@dataclass
+class _Served:
+    """A part that this super learner serves; it can once there is nobody in `awaited`."""
+
+    awaited: set[int]  # super learners whose Holds is still to come
+    since: float | None = None  # when this super learner first waited for them
+    opened: set[int] = field(default_factory=set)  # epochs whose positions were made free
+    free: Ranges = field(default_factory=list)  # positions that no super learner holds
+    granted: dict[int, Ranges] = field(default_factory=dict)  # to each, to this one too
+    answers: dict[int, Give] = field(default_factory=dict)  # the last to each
+
+
+class Parts:
+    """The side of one super learner.
+
+    Args:
+        me: super_rank of this super learner.
+        parts: number of super learners at the job's start; None on one that has joined since.
+        size: returns the number of positions of an epoch; the same on all.
+
+    Attributes:
+        epoch: the epoch that this super learner takes positions of; None before the first.
+        ended: whether nothing is left of it here.
+        step: positions per step of this super learner.
+        lead: it asks when it has fewer positions than this.
+        rate: positions that it consumes per second; 0 if that is not known yet.
+        consumed: positions known as consumed by any super learner.
+        answer_s: usual time until an answer.
+    """
+
+    def __init__(self, me: int, parts: int | None, size: Callable[[int], int]) -> None:
+        self.me, self.parts, self._size = me, parts, size
+        self.epoch: int | None = None
+        self.ended, self.rate = False, 0.0
+        self.step = self.lead = 1
+        self.consumed: Ranges = []
+        self.answer_s = _FIRST_ANSWER_S
+        self._founds = parts is not None
+        self._begun: set[int] = (
+            set()
+        )  # epochs that super learners have begun; none before the job's first
+        self._left_early: set[int] = set()  # epochs that this one has begun and not ended
+        self._living, self._ring = frozenset((me,)), me + 1
+        self._servers: dict[int, int] = {}  # by part
+        self._served: dict[int, _Served] = {}
+        self._granted: Ranges = []  # to this super learner
+        self._ready: Ranges = []  # granted and not taken
+        self._left: dict[int, int] = {}  # by part, how many positions it still had in this epoch
+        self._asks: dict[int, tuple[Ask, float]] = {}  # open ones, by part
+        self._number = 0
+        self._ignorant: set[int] = set()  # super learners that do not know the first epoch
+        self._silent: set[int] = set()  # super learners that have not answered in time
+        self._rates: dict[int, float] = {}
+        self._news: Ranges = []  # consumed, not reported
+        self._reported = 0.0
+        self._queue: list[tuple[int, Any]] = []  # questions that cannot be answered yet
+        self._out: list[tuple[int, Any]] = []
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch; what is left of the one before is left to the others."""
+        if self.epoch is not None and not self.ended:
+            self._left_early.add(self.epoch)
+            self._ready.clear()
+        self.epoch, self.ended = epoch, False
+        if self._founds or self._begun:
+            self._learn({epoch})
+        self._left.clear()
+        self._asks = {part: asked for part, asked in self._asks.items() if asked[0].wanted}
+        self.report()
+
+    def take(self, number: int) -> Ranges:
+        """Return at most `number` of the positions available here."""
+        if self.ended or self.epoch is None:  # what comes after the last step is for the next epoch
+            return []
+        taken, self._ready = split(self._ready, number)
+        for served in self._mine():
+            own = self._grant(served, self.me, self.epoch, number - count(taken))
+            self._granted = merged(self._granted, own)
+            taken = taken + own
+        return taken
+
+    def available(self) -> int:
+        """Return how many positions this super learner can take now."""
+        return count(self._ready) + sum(count(self._free(s, self.epoch)) for s in self._mine())
+
+    def consume(self, ranges: Ranges) -> None:
+        """Note positions that the optimizer has stepped with."""
+        self.consumed = merged(self.consumed, ranges)
+        self._news = merged(self._news, ranges)
+
+    def members(
+        self, living: Collection[int], ring: int, joined: Collection[int] = (), anew: bool = False
+    ) -> None:
+        """Note which super learners live.
+
+        Args:
+            living: their super_ranks, this one's included.
+            ring: number of super_ranks.
+            joined: those that have joined since the last call, also in the place of one that has failed.
+            anew: whether all super learners have made new connections since the last call.
+        """
+        for rank in self._living.difference(living).union(self._living.intersection(joined)):
+            self._lose(rank)
+        self._living, self._ring = frozenset(living), ring
+        if anew:
+            for former in (self._queue, self._out, self._ignorant):
+                former.clear()
+        for part in range(self.parts or 0):
+            self._choose_server(part, anew)
+        if anew:
+            self._send_again()
+
+    def _send_again(self) -> None:
+        """Send all again that may have been lost with the former connections."""
+        self._news = self.consumed
+        self.report()
+        for ask, _ in self._asks.values():
+            self._send(self._servers[ask.part], ask)
+        for part, served in self._served.items():
+            for rank in sorted(served.awaited):
+                self._send(rank, Recover(part))
+
+    def receive(self, rank: int, message: Any, now: float) -> None:
+        """Handle a message of super learner `rank`; `now` in seconds."""
+        if rank not in self._living:
+            return
+        self._silent.discard(rank)
+        if isinstance(message, Consumed):
+            self._note(rank, message)
+        elif isinstance(message, Give):
+            self._accept(rank, message, now)
+        elif isinstance(message, Holds):
+            self._recover(rank, message)
+        elif isinstance(message, Recover) and self.parts is not None:
+            self._give_up(rank, message.part)
+        elif message.part in self._served and not self._served[message.part].awaited:
+            self._answer(rank, self._served[message.part], message)
+        else:
+            self._queue.append((rank, message))
+
+    def poll(self, now: float) -> list[tuple[int, Any]]:
+        """Return the messages to send, with the super_ranks of their receivers; `now` in seconds."""
+        if self.epoch is not None and not self.ended:
+            self._seek(self.epoch, now)
+        if self._news and now - self._reported > REPORT_S:
+            self._reported = now
+            self.report()
+        out, self._out = self._out, []
+        return out
+
+    def report(self, leaves: bool = False) -> None:
+        """Report with the next `poll` what was consumed; `leaves`: and that this super learner leaves."""
+        report = Consumed(self._news, self.rate, self.parts, leaves)
+        self._out += [(rank, report) for rank in sorted(self._living - {self.me})]
+        self._news = []
+
+    def _send(self, rank: int, message: Any) -> None:
+        self._out.append((rank, message))
+
+    def _seek(self, epoch: int, now: float) -> None:
+        """Ask for positions if few are left; end the epoch if none are."""
+        if self.parts is None and self._living <= self._ignorant | {self.me}:
+            self._cut(self._ring)  # those that knew have failed
+        if self.parts is None or self.available() >= self.lead:
+            return
+        others = [p for p in range(self.parts) if self._servers[p] != self.me]
+        for part in others:
+            if part not in self._asks and part not in self._left:
+                self._ask(epoch, part, 0, now)
+        if any(self._is_awaited(part, now) for part in others):
+            return
+        usable = [p for p in others if p not in self._asks and self._servers[p] not in self._silent]
+        best = max(usable, key=lambda p: (self._left[p], -p), default=None)
+        if best is not None and self._left[best]:
+            self._ask(epoch, best, max(self.step, self.lead - self.available()), now)
+        elif not self.available() and not any(
+            self._recovers(s, now) for s in self._served.values()
+        ):
+            self.ended = True
+
+    def _is_awaited(self, part: int, now: float) -> bool:
+        """Whether the server of a part is to answer a question; notes servers that have been silent."""
+        if part in self._asks and self._is_over(self._asks[part][1], now):
+            self._silent.add(self._servers[part])
+        return part in self._asks and self._servers[part] not in self._silent
+
+    def _recovers(self, served: _Served, now: float) -> bool:
+        """Whether to wait until it is known who holds what of a part that is served here."""
+        served.since = now if served.since is None else served.since
+        return bool(served.awaited) and not self._is_over(served.since, now)
+
+    def _is_over(self, since: float, now: float) -> bool:
+        return now - since > max(LEAST_PATIENCE_S, PATIENCE * self.answer_s)
+
+    def _ask(self, epoch: int, part: int, wanted: int, now: float) -> None:
+        self._number += 1
+        ask = Ask(self._number, epoch, part, wanted, self.step, self.rate)
+        self._asks[part] = ask, now
+        self._send(self._servers[part], ask)
+
+    def _accept(self, rank: int, message: Give, now: float) -> None:
+        ask, asked_at = self._asks.get(message.part, (None, 0.0))
+        if ask is None or ask.number != message.number or self._servers[message.part] != rank:
+            return  # repeated, or of a server before this one
+        del self._asks[message.part]
+        self.answer_s += _NEWEST * (now - asked_at - self.answer_s)
+        if ask.epoch == self.epoch:
+            self._left[message.part] = message.left
+        self._granted = merged(self._granted, message.ranges)
+        self._ready = self._ready + message.ranges
+
+    def _note(self, rank: int, message: Consumed) -> None:
+        self.consumed = merged(self.consumed, message.ranges)
+        self._rates[rank] = message.rate
+        if message.leaves:
+            self._silent.add(rank)
+        if message.parts is None:
+            self._ignorant.add(rank)
+            if self.parts is not None:
+                self._send(rank, Consumed([], self.rate, self.parts))
+        elif self.parts is None:
+            self._cut(message.parts)
+
+    def _cut(self, parts: int) -> None:
+        """Note into how many parts the job cuts its epochs."""
+        self.parts = parts
+        for part in range(parts):
+            self._choose_server(part, True)
+        self._repeat()
+
+    def _learn(self, begun: set[int]) -> None:
+        """Note epochs that a super learner has begun, and make their positions free that nobody holds."""
+        self._begun |= {epoch for epoch in begun if epoch >= min(self._begun, default=epoch)}
+        for part, served in self._served.items():
+            for epoch in self._begun - served.opened if not served.awaited else ():
+                taken = merged(self.consumed, *served.granted.values())
+                served.opened.add(epoch)
+                served.free = merged(served.free, without([self._bounds(part, epoch)], taken))
+
+    def _mine(self) -> Iterator[_Served]:
+        """The parts served here of which it is known who holds what."""
+        return (served for served in self._served.values() if not served.awaited)
+
+    def _answer(self, rank: int, served: _Served, ask: Ask) -> None:
+        self._learn({ask.epoch})
+        self._rates[rank] = ask.rate
+        answer = served.answers.get(rank)
+        if answer is None or answer.number != ask.number:
+            number = self._guided(ask, count(self._free(served, ask.epoch))) if ask.wanted else 0
+            given = self._grant(served, rank, ask.epoch, number)
+            answer = Give(ask.number, ask.part, given, count(self._free(served, ask.epoch)))
+            served.answers[rank] = answer
+        self._send(rank, answer)
+
+    def _guided(self, ask: Ask, left: int) -> int:
+        rates = {**self._rates, self.me: self.rate}
+        known = [rates[r] for r in self._living if rates.get(r)]
+        usual = sum(known) / len(known) if known else 1.0
+        total = sum(rates.get(r) or usual for r in self._living)
+        number = int(left * (ask.rate or usual) / (2 * total))
+        return max(ask.wanted, number // ask.step * ask.step)
+
+    def _grant(self, served: _Served, rank: int, epoch: int, number: int) -> Ranges:
+        """Take free positions for super learner `rank`, which is in `epoch`: those of older epochs first."""
+        given, _ = split(self._free(served, epoch), number)
+        served.free = without(served.free, given)
+        served.granted[rank] = merged(served.granted.get(rank, []), given)
+        return given
+
+    def _free(self, served: _Served, epoch: int | None) -> Ranges:
+        """Return the free positions for a super learner that is in `epoch`."""
+        usable = {e for e in served.opened - self._left_early if e <= (epoch or 0)} | {epoch}
+        return [pair for pair in served.free if pair[0] // EPOCH in usable]
+
+    def _bounds(self, part: int, epoch: int) -> tuple[int, int]:
+        assert self.parts is not None
+        size, first = self._size(epoch), EPOCH * epoch
+        return first + size * part // self.parts, first + size * (part + 1) // self.parts
+
+    def _of_part(self, part: int, ranges: Ranges) -> Ranges:
+        """Return the positions that lie in a part, of all epochs."""
+        bounds = [self._bounds(part, start // EPOCH) for start, _ in ranges]
+        cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(ranges, bounds, strict=True)]
+        return [(a, b) for a, b in cut if a < b]
+
+    def _choose_server(self, part: int, anew: bool) -> None:
+        """Find the server of a part: the first one that lives, from the present one on in the ring."""
+        server = part if anew else self._servers.get(part, part)
+        while server not in self._living:
+            server = (server + 1) % self._ring
+        self._appoint(part, server)
+
+    def _appoint(self, part: int, server: int) -> None:
+        if server != self._servers.get(part):
+            self._servers[part] = server
+            self._asks.pop(part, None)
+            self._left.pop(part, None)
+        if server != self.me:
+            self._served.pop(part, None)
+        elif part not in self._served:
+            is_first = part == self.me and self._founds
+            awaited = set() if is_first else set(self._living - {self.me})
+            self._served[part] = served = _Served(awaited)
+            for rank in sorted(awaited):
+                self._send(rank, Recover(part))
+            if not awaited:
+                self._serve(part, served)
+
+    def _give_up(self, rank: int, part: int) -> None:
+        """Answer the new server of a part; one that comes before the present one in the ring has failed."""
+        if (rank - part) % self._ring >= (self._servers[part] - part) % self._ring:
+            self._appoint(part, rank)
+            held, consumed = (self._of_part(part, r) for r in (self._granted, self.consumed))
+            self._send(rank, Holds(part, held, consumed, self._begun))
+
+    def _recover(self, rank: int, message: Holds) -> None:
+        served = self._served.get(message.part)
+        if served is not None and rank in served.awaited:
+            served.granted[rank] = message.granted
+            self.consumed = merged(self.consumed, message.consumed)
+            self._learn(message.begun)
+            self._has_answered(rank, message.part, served)
+
+    def _has_answered(self, rank: int, part: int, served: _Served) -> None:
+        served.awaited.discard(rank)
+        if not served.awaited:
+            self._serve(part, served)
+
+    def _serve(self, part: int, served: _Served) -> None:
+        """Serve a part of which it is known who holds what."""
+        served.granted[self.me] = self._of_part(part, self._granted)
+        self._learn(set() if self.epoch is None else {self.epoch})
+        self._repeat()
+
+    def _repeat(self) -> None:
+        """Handle again the questions that could not be answered."""
+        queue, self._queue = self._queue, []
+        for rank, message in queue:
+            self.receive(rank, message, 0.0)
+
+    def _lose(self, rank: int) -> None:
+        """Free what a failed super learner held and has not consumed."""
+        self._silent.discard(rank)
+        self._rates.pop(rank, None)
+        for part, served in list(self._served.items()):
+            served.answers.pop(rank, None)
+            back = without(served.granted.pop(rank, []), self.consumed)
+            served.free = merged(served.free, [r for r in back if r[0] // EPOCH in served.opened])
+            if rank in served.awaited:
+                self._has_answered(rank, part, served)
