@@ -30,6 +30,7 @@ from hvd_adpsgd.messaging.messages import COMPLETE, NO_ERROR, AttemptAbandonedEr
 from hvd_adpsgd.messaging.mpi_transport import exited, is_failure, is_of_mpi
 
 T = TypeVar("T")
+Talk = Callable[[set[int], list[tuple[int, Any]]], Sequence[tuple[int, Any]]]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -38,6 +39,7 @@ _FLUSH_S = 1.0
 _LATE_S = 1.0
 # Number of polls of the network after a departure is sent, as MPI opens connections; seconds between two.
 _PUSHES, _PUSH_S = 20, 5e-3
+_SERVE_S = 0.02  # between two calls of `talks` while this learner waits in an operation
 _TOGETHER_S = 1.0  # longest wait for the decision of an operation that a failing step ends
 
 
@@ -93,6 +95,9 @@ class Collectives:
         steps: functions that return how many sets of gradients the super learner has averaged for an
             optimizer. If super learners wait for each other's steps, a second function per optimizer returns
             the number of steps made.
+        talks: by topic, what exchanges messages between and during operations, see `serve`.
+        newcomers: ranks of the learners that have joined, a set per replacement of the communicators.
+        is_newcomer: whether this learner has joined a running job.
         lock: orders the operations of several threads; an operation that another thread will run later takes
             its number here.
 
@@ -117,6 +122,10 @@ class Collectives:
         self.asked: list[Callable[[], object]] = []
         self.before: list[Callable[[], object]] = []
         self.steps: list[Callable[[], Made]] = []
+        self.talks: dict[str, Talk] = {}
+        self.newcomers: list[frozenset[int]] = []
+        self.is_newcomer = joining
+        self._between, self._served = threading.RLock(), 0.0
         self._rank, self._size, self._membership = rank, size, membership
         self.lock = FifoLock()
         self._quorum = quorum
@@ -141,7 +150,7 @@ class Collectives:
 
     def _over(self, plain: Any) -> Messages:
         messages = Messages(plain)
-        messages.at_wait = self._tell_late
+        messages.at_wait = self._look_around
         return messages
 
     def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
@@ -154,6 +163,7 @@ class Collectives:
             size: number of learners of the job; None if it is unchanged.
         """
         self._size = size or self._size
+        self.newcomers.append(frozenset(ranks) - set(self.ranks))
         self._finished = self.finished() - set(ranks)
         if not self.messages.flush(ends=time.monotonic() + _FLUSH_S):
             self._earlier.append(self.messages)
@@ -174,6 +184,7 @@ class Collectives:
         Returns None if an operation still uses it, a learner has failed, or `seconds` have passed.
         """
         ends = time.monotonic() + seconds
+        self.talks.clear()
         with self.lock.within(seconds) as are_over:  # False if a thread is still in an operation
             return self.messages.comm if are_over and self.messages.close(ends) else None
 
@@ -260,7 +271,7 @@ class Collectives:
                 message) that others have sent; returns whether to begin the operation, and (rank, message)
                 to send.
         """
-        with self.lock.within(0) as is_between:
+        with self.between() as is_between:
             if not is_between:
                 return False
             messages = self.messages
@@ -269,15 +280,52 @@ class Collectives:
             core = messages.agreement
             if core.excluded or core.voted:  # the next operation raises, or ends an interrupted one
                 return True
-            living = {self._ranks[i] for i in range(messages.size) if i not in messages.failed}
-            heard = [(self._ranks[place], what) for place, what in messages.heard_between()]
-            begins, said = talk(living.intersection(self.ranks), heard)
-            for rank, what in said:
-                messages.say_between(self._ranks.index(rank), what)
+            begins, said = talk(*self._heard(doing))
+            self._say(doing, said)
             return begins or any(
                 number == core.number and caller[0] == doing
                 for number, (caller, _) in messages.waiting.values()
             )
+
+    @contextlib.contextmanager
+    def between(self) -> Iterator[bool]:
+        """Context manager that yields whether no operation runs; what happens inside is serialized."""
+        with self._between, self.lock.within(0) as is_between:
+            yield is_between
+
+    def serve(self) -> None:
+        """Exchange messages of all `talks`, unless an operation runs; an operation that waits does so, too.
+
+        A talk is called with the ranks of the learners that are not known to have failed or left, and the
+        (rank, message) of its topic; returns (rank, message) to send. It must not raise, wait or call this.
+        """
+        with self.between() as is_between:
+            if is_between and self.talks:
+                self.messages.poll()
+                self.messages.look_for_failures()
+                self._serve()
+
+    def _serve(self) -> None:
+        for topic, talk in list(self.talks.items()):
+            self._say(topic, talk(*self._heard(topic)))
+
+    def _heard(self, topic: str) -> tuple[set[int], list[tuple[int, Any]]]:
+        messages = self.messages
+        living = {self._ranks[i] for i in range(messages.size) if i not in messages.failed}
+        heard = [(self._ranks[place], what) for place, what in messages.heard_between(topic)]
+        return living.intersection(self.ranks), heard
+
+    def _say(self, topic: str, said: Sequence[tuple[int, Any]]) -> None:
+        for rank, what in said:
+            self.messages.say_between(topic, self._ranks.index(rank), what)
+
+    def _look_around(self) -> None:
+        """While this learner waits in an operation: serve, and notify the others that it waits."""
+        now = time.monotonic()
+        if self.talks and now - self._served > _SERVE_S:
+            self._served = now
+            self._serve()
+        self._tell_late()
 
     @property
     def is_awaited(self) -> bool:
@@ -341,7 +389,7 @@ class Collectives:
         Raises:
             CollectiveMismatchError: on this learner, and on all learners in the operation.
         """
-        with self.lock.within(0) as is_between:
+        with self.between() as is_between:
             if is_between:
                 self.messages.poll()
                 self._require_step(of, step, ranks)
@@ -384,14 +432,14 @@ class Collectives:
 
     def look_for_departures(self) -> None:
         """Record which learners have left in order, unless an operation runs, which records them itself."""
-        with self.lock.within(0) as is_between:
+        with self.between() as is_between:
             if is_between:
                 self.messages.poll()
                 self._note_left()
 
     def left(self) -> set[int]:
         """Return the ranks of the learners that have said that they leave in order."""
-        with self.lock.within(0) as is_between, contextlib.suppress(TransportError):
+        with self.between() as is_between, contextlib.suppress(TransportError):
             if is_between:  # else the operation that runs receives the messages
                 self.messages.poll()
         return self._left_in_order()

@@ -102,10 +102,14 @@ class NewGroup:
 
     def adopt(self, world: World) -> World:
         """Switch this learner to the new connections; return its new World, which becomes the current one."""
-        told, comms = self.offer, self.comms
-        old = world.collectives
+        comms, old = self.comms, world.collectives
         used = old.comm, old.messages.comm, world.outer, world.host  # Horovod may use `inner`
         world.teardown.join(ShutdownBarrier(comms.departures, self.ranks), *used)
+        with old.between():  # no message of the new connections is handled by the old World
+            return self._switch(world)
+
+    def _switch(self, world: World) -> World:
+        told, comms = self.offer, self.comms
         world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
         world.membership.grow(told.groups, names_of(told.groups, told.placements))
         world.membership.meet(self.members)

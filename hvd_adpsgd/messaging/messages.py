@@ -94,7 +94,7 @@ class Messages:
         self.at_wait: Callable[[], object] = lambda: None
         self.abandoned: dict[int, tuple[str, str, int] | None] = {}
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
-        self._between: list[tuple[int, Any]] = []
+        self._between: dict[str, list[tuple[int, Any]]] = defaultdict(list)  # by topic
 
     # ---- sending ------------------------------------------------------------------------------
 
@@ -190,7 +190,8 @@ class Messages:
         elif channel == _WAITS:
             self.waiting[source] = number, pickle.loads(buffer.tobytes())
         elif channel == _BETWEEN:
-            self._between.append((source, pickle.loads(buffer.tobytes())))
+            topic, what = pickle.loads(buffer.tobytes())
+            self._between[topic].append((source, what))
         elif channel == _ABANDON and number >= current - 1:
             reason = pickle.loads(buffer.tobytes())
             if reason is not None:
@@ -285,14 +286,13 @@ class Messages:
             if place != self.place:
                 self.send(place, _WAITS, message)
 
-    def say_between(self, place: int, what: Any) -> None:
+    def say_between(self, topic: str, place: int, what: Any) -> None:
         """Send `what` to a learner, for `heard_between`; it belongs to no operation."""
-        self.send(place, _BETWEEN, pickle.dumps(what))
+        self.send(place, _BETWEEN, pickle.dumps((topic, what)))
 
-    def heard_between(self) -> list[tuple[int, Any]]:
+    def heard_between(self, topic: str) -> list[tuple[int, Any]]:
         """Return (place, what) of the messages of `say_between` since the last call, after a `poll`."""
-        heard, self._between = self._between, []
-        return heard
+        return self._between.pop(topic, [])
 
     def is_awaited(self) -> bool:
         """Return whether another learner is known to be in the next attempt, which this one has not begun."""

@@ -1,12 +1,14 @@
 """Between two operations over all learners: who has ended in order, and who waits in an operation."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.messaging.messages import FIRST_PHASE
-from tests.silent_network import LEAVES, WAITS, SilentNetwork
+from tests.silent_network import BETWEEN, LEAVES, WAITS, SilentNetwork
 
 FAILS, FINISHES = 1, 2  # _FAILS, _FINISHES of messaging/messages
 
@@ -76,3 +78,32 @@ def test_one_that_has_ended_in_an_operation_waits_for_nobody(
     leaves(network, 1, FAILS)
     collectives.confer("admit", nobody)
     assert not collectives.is_awaited
+
+
+def test_topics_have_messages_of_their_own(
+    network: SilentNetwork, collectives: Collectives
+) -> None:
+    """What a topic sends comes to the same topic, between operations and while this learner waits in one."""
+    heard: list[tuple[set[int], list[tuple[int, object]]]] = []
+
+    def talk(living: set[int], messages: list[tuple[int, object]]) -> list[tuple[int, object]]:
+        heard.append((living, messages))
+        return [(2, "answer")] if messages else []
+
+    collectives.talks["data"] = talk
+    network.arrives_pickled(1, BETWEEN, ("data", "question"))
+    network.arrives_pickled(1, BETWEEN, ("admit", "other"))
+    collectives.serve()
+    assert heard == [({0, 1, 2}, [(1, "question")])]
+    assert [
+        (place, pickle.loads(data)) for place, channel, data in network.sent if channel == BETWEEN
+    ] == [(2, ("data", "answer"))]
+    leaves(network, 2, FAILS)
+    network.arrives_pickled(1, BETWEEN, ("data", "more"))
+    with collectives.lock.turn():  # an operation runs: it serves itself while it waits
+        collectives.serve()
+        assert len(heard) == 1
+        collectives.messages.poll()
+        collectives.messages.look_around()
+    assert heard[1:] == [({0, 1}, [(1, "more")])]
+    assert collectives.messages.heard_between("admit") == [(1, "other")]

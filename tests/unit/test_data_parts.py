@@ -147,8 +147,6 @@ class Job:
         if faults:
             self.draw_faults()
 
-    # ---- events -------------------------------------------------------------------------------
-
     def at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._order), what))
 
@@ -178,8 +176,6 @@ class Job:
             if self.now > GIVEN_UP_S:
                 raise Broken("the job does not end")
             what()
-
-    # ---- faults -------------------------------------------------------------------------------
 
     def draw_faults(self) -> None:
         rate = sum(one.parts.rate for one in self.all)
@@ -275,8 +271,6 @@ class Job:
         self.all.append(one)
         self.present[rank] = one
 
-    # ---- promises -----------------------------------------------------------------------------
-
     def check(self) -> None:
         counts: Counter[int] = Counter()
         for one in self.all:
@@ -293,8 +287,8 @@ def positions(runs: Ranges) -> list[int]:
     return [i for start, stop in runs for i in range(start, stop)]
 
 
-def ran(seed: int, kind: type[Parts] = Parts, **given: Any) -> Job:
-    job = Job(seed, kind, **given)
+def ran(*arguments: Any, **given: Any) -> Job:
+    job = Job(*arguments, **given)
     job.run()
     job.check()
     return job
@@ -344,12 +338,9 @@ def require_counted(kind: type[Parts] = Parts) -> None:
         ran(seed, kind)
 
 
-def test_all_end_together() -> None:
-    require_together()
-
-
-def test_none_waits_for_one_that_is_stopped() -> None:
-    require_no_wait()
+@pytest.mark.parametrize("holds", [require_together, require_no_wait])
+def test_speeds_and_stops(holds: Callable[[], None]) -> None:
+    holds()
 
 
 # what is changed in hvd_adpsgd/data/parts.py, and what finds it
