@@ -14,20 +14,18 @@ def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
     Nor does half of their difference, which is all that peers of one host exchange.
     """
     program = """
-        import logging, torch
+        import torch
         import hvd_adpsgd.torch as hvd
-        told = []
-        handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
-        logging.getLogger("hvd_adpsgd").addHandler(handler)
+        from tests.mpi.programs.learner import heard, wrap
+        hearing = heard()
+        told = hearing.__enter__()
         hvd.init()
         rank = hvd.rank()
         model = torch.nn.ParameterDict({
             "small": torch.nn.Parameter(torch.ones(16384)),  # 64 KiB: a chunk
             "huge": torch.nn.Parameter(torch.full((16384,), 1e5 + 3e5 * rank)),
         })
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
+        optimizer = wrap(model, lambda ps: torch.optim.SGD(ps, lr=0.0))
         ends = time.monotonic() + 60
         left_out = lambda: [line for line in told if "left out" in line]
         for step in range(10**6):
@@ -57,14 +55,12 @@ LATE = f"""
     from pathlib import Path
     import torch
     import hvd_adpsgd.torch as hvd
+    from tests.mpi.programs.learner import step as make_step, wrap
 
     hvd.init()
-    torch.set_num_threads(1)
     rank, late, enough = hvd.rank(), Path(sys.argv[1], "late"), Path(sys.argv[1], "enough")
     model = torch.nn.Linear(16, 1)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        named_parameters=model.named_parameters())
+    optimizer = wrap(model, lambda ps: torch.optim.SGD(ps, lr=0.01))
     torch.manual_seed(rank)
     ends, since, before, waited = time.monotonic() + 90, None, 0, []
     def over():
@@ -86,9 +82,7 @@ LATE = f"""
             stop = torch.tensor(float(rank == 0 and over()))
             if hvd.broadcast(stop, 0, process_set=hvd.super_learner):
                 break
-        optimizer.zero_grad()
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
+        make_step(model, optimizer, torch.randn(8, 16))
         if rank == 2:
             waited.append(late.exists() and not enough.exists())
         time.sleep(5e-3)  # a step

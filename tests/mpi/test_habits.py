@@ -214,8 +214,8 @@ def test_a_step_left_by_an_exception_keeps_nobody_waiting(spec: str) -> None:
     program = f"""
         import torch
         import hvd_adpsgd.torch as hvd
+        from tests.mpi.programs.learner import step, wrap
         hvd.init()
-        torch.set_num_threads(1)
 
         class Failing(torch.optim.SGD):
             fails = False
@@ -226,17 +226,13 @@ def test_a_step_left_by_an_exception_keeps_nobody_waiting(spec: str) -> None:
                 return super().step(closure)
 
         model = torch.nn.Linear(3, 3)
-        plain = Failing(model.parameters(), lr=0.01)
-        optimizer = hvd.DistributedOptimizer(
-            plain, named_parameters=model.named_parameters(), averaging={spec!r})
+        optimizer = wrap(model, lambda ps: Failing(ps, lr=0.01), averaging={spec!r})
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         failed = 0
-        for step in range(9):
-            optimizer.zero_grad()
-            model(torch.ones(2, 3) * (1 + hvd.rank())).square().mean().backward()
-            Failing.fails = step == 4 and hvd.rank() == 1
+        for number in range(9):
+            Failing.fails = number == 4 and hvd.rank() == 1
             try:
-                optimizer.step()
+                step(model, optimizer, torch.ones(2, 3) * (1 + hvd.rank()))
             except ArithmeticError:
                 failed += 1
         hvd.average_model(model)

@@ -10,6 +10,7 @@ SHARDS = """
     import torch
     import hvd_adpsgd.torch as hvd
     from hvd_adpsgd.training.presence import live
+    from tests.mpi.programs.learner import wrap
     hvd.init()
     dtype = getattr(torch, sys.argv[1])
     model = torch.nn.ModuleDict({
@@ -18,8 +19,7 @@ SHARDS = """
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randint(-100, 100, p.shape) / 8)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters())
+    optimizer = wrap(model, lambda ps: torch.optim.SGD(ps, lr=0.0))
     flat = lambda: torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double()
     mean = lambda: hvd.allreduce(flat(), op=hvd.Average)
     before, ends, done = mean(), time.monotonic() + 60, [False]
@@ -167,10 +167,10 @@ def test_a_parameter_that_is_not_finite_is_seen_by_all_learners_of_its_super_lea
         import torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.errors import NonFiniteModelError
+        from tests.mpi.programs.learner import wrap
         hvd.init()
         model = torch.nn.Linear(400, 400, bias=False)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
-            named_parameters=model.named_parameters(), exchanges_per_step=0.02)
+        optimizer = wrap(model, exchanges_per_step=0.02)
         raised = None
         for step in range(10):
             optimizer.zero_grad()

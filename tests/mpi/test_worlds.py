@@ -192,12 +192,10 @@ def test_shutdown_init_and_merge() -> None:
         from hvd_adpsgd.launch import bootstrap
         from hvd_adpsgd.launch import world as worlds
         from hvd_adpsgd.config import Config
+        from tests.mpi.programs.learner import outcome
 
         def kind(call):
-            try:
-                call()
-            except Exception as error:
-                return type(error).__name__
+            return outcome(call).get("error")
 
         before = kind(hvd.rank), kind(lambda: hvd.allreduce(torch.ones(1))), hvd.is_initialized()
         hvd.shutdown()  # before init: nothing to do
@@ -245,18 +243,18 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
         import threading, torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.config import Config
+        from tests.mpi.programs.learner import outcome, wrap
         rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
         os.chdir(sys.argv[1])
         secret = "secret"
 
         def refused(**options):
-            try:
-                hvd.init(config=Config(super_learner_size=1, join_secret_file=secret, **options))
-            except Exception as error:
-                ends = time.monotonic() + 60
-                while threads() and time.monotonic() < ends:
-                    time.sleep(0.01)
-                return type(error).__name__, hvd.is_initialized(), threads()
+            config = lambda: Config(super_learner_size=1, join_secret_file=secret, **options)
+            error = outcome(lambda: hvd.init(config=config())).get("error")
+            ends = time.monotonic() + 60
+            while threads() and time.monotonic() < ends:
+                time.sleep(0.01)
+            return error, hvd.is_initialized(), threads()
 
         def threads():
             names = [thread.name for thread in threading.enumerate()]
@@ -269,8 +267,7 @@ def test_after_an_init_that_failed_the_next_one_works(tmp_path: Path) -> None:
         hvd.init(config=Config(super_learner_size=1, record="record", timeline="trace.json"))
         from mpi4py import MPI
         os.chdir("/")  # files named before stay where they are
-        model = torch.nn.Linear(2, 2)
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
+        wrap(torch.nn.Linear(2, 2))
         total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
         say(rank=rank, refusals=refusals, total=total, mpi=MPI.COMM_WORLD.allreduce(rank))
         hvd.shutdown()
@@ -358,20 +355,13 @@ def test_operations_continue_without_a_learner_that_has_left(
         import pathlib, torch
         import hvd_adpsgd.torch as hvd
         from hvd_adpsgd.config import Config
+        from tests.mpi.programs.learner import outcome, step, wrap
         hvd.init(config=Config(super_learner_size=1, leave_deadline_s=0.5))
         rank, folder = hvd.rank(), pathlib.Path(sys.argv[1])
         model = torch.nn.Linear(10, 10)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), averaging=sys.argv[2])
-        steps = []
-        for _ in range(2 if rank == 0 else 4):
-            try:
-                optimizer.zero_grad()
-                model(torch.ones(2, 10)).sum().backward()
-                optimizer.step()
-                steps.append("")
-            except Exception as error:
-                steps.append(type(error).__name__)
+        optimizer = wrap(model, averaging=sys.argv[2])
+        one = lambda: step(model, optimizer, torch.ones(2, 10))
+        steps = [outcome(one).get("error", "") for _ in range(2 if rank == 0 else 4)]
         if rank == 0:
             hvd.shutdown()
             ends = time.monotonic() + 100
@@ -380,11 +370,8 @@ def test_operations_continue_without_a_learner_that_has_left(
             sys.exit()
         objects = hvd.allgather_object("x" * 2**20)  # a large message to learner 0, too
         sums = [hvd.allreduce(torch.full((300_000,), 1.0), op=hvd.Sum)[-1].item() for _ in range(3)]
-        try:
-            with hvd.on_failure("raise"):
-                hvd.barrier()
-        except Exception as error:
-            told = type(error).__name__ + ": " + str(error)
+        with hvd.on_failure("raise"):
+            told = ": ".join(outcome(hvd.barrier).values())
         say(rank=rank, objects=len(objects), sums=sums, told=told, failed=hvd.failed_ranks(), steps=steps)
         (folder / str(rank)).touch()
     """
@@ -442,16 +429,14 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
     program = """
         import signal, torch
         import hvd_adpsgd.torch as hvd
+        from tests.mpi.programs.learner import outcome, wrap
         hvd.init()
         rank = hvd.rank()
         first = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         sums = [hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() for _ in range(3)]
-        try:
-            hvd.broadcast_object("x", root_rank=1)
-        except Exception as error:
-            lost = type(error).__name__
+        lost = outcome(lambda: hvd.broadcast_object("x", root_rank=1)).get("error")
         hvd.shutdown()
         say(rank=rank, first=first, sums=sums, lost=lost)
     """
@@ -471,6 +456,7 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
     program = """
         import signal, torch
         import hvd_adpsgd.torch as hvd
+        from tests.mpi.programs.learner import outcome, wrap
         hvd.init()
         rank = hvd.rank()
         firsts = [hvd.is_coordinator()]
@@ -484,10 +470,9 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
         outcomes = []
         for what in ("raise", "continue", "raise"):
             with hvd.on_failure(what):
-                try:
-                    outcomes.append(hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item())
-                except Exception as error:
-                    outcomes.append([type(error).__name__, str(error)])
+                sums = []
+                add = lambda: sums.append(hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item())
+                outcomes.append(list(outcome(add).values()) or sums[0])
         object = hvd.broadcast_object(f"of {rank}", root_rank=None)
         model = torch.nn.Linear(1, 1)
         hvd.broadcast_parameters(model.state_dict(), root_rank=None)
@@ -511,20 +496,17 @@ def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
     program = """
         import signal, torch
         import hvd_adpsgd.torch as hvd
+        from tests.mpi.programs.learner import outcome, wrap
         hvd.init()
         hvd.barrier()
         if hvd.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         model = torch.nn.Linear(2, 2)
-        try:
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
-                                     named_parameters=model.named_parameters(), averaging="synchronous")
-        except Exception as error:
-            say(rank=hvd.rank(), kind=type(error).__name__, text=str(error))
+        say(rank=hvd.rank(), **outcome(lambda: wrap(model, averaging="synchronous")))
     """
     result = run_learners(3, program, env={SIZE: "1"})
     said = result.by_rank()
     assert [facts["rank"] for facts in said] == [0, 2], result.report()
     for facts in said:
-        assert facts["kind"] == "WorldError", result.report()
+        assert facts["error"] == "WorldError", result.report()
         assert "learners [1] of 3 have failed" in facts["text"]

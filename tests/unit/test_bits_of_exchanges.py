@@ -52,13 +52,14 @@ def test_an_exchange_has_the_fewer_bits(bits: tuple[int, int], least: float, mos
 
 @pytest.mark.parametrize("wire", ["auto", "int8"])
 def test_the_leader_chooses_only_where_it_may(wire: str) -> None:
+    shares: list[float] = []
     told: list[int] = []
     engine = Engine.__new__(Engine)
     engine.config = Config(wire_dtype=wire, exchange_share="auto")
-    engine.loop = cast(Any, SimpleNamespace(move_share=lambda share: None, use_format=told.append))
+    engine.loop = cast(Any, SimpleNamespace(move_share=shares.append, use_format=told.append))
     engine._moves = lambda share: None  # type: ignore[method-assign]
     engine.move_share(0.5, BY_NAME["int4"])
-    assert told == ([BY_NAME["int4"].code] if wire == "auto" else [])
+    assert told == ([BY_NAME["int4"].code] if wire == "auto" else []) and shares == [0.5]
 
 
 @pytest.mark.parametrize("wire_format", [-2, 0, 2, 6, 99])
