@@ -153,7 +153,7 @@ class Collectives:
         messages.at_wait = self._look_around
         return messages
 
-    def meet(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
+    def use(self, comm: Any, plain: Any, ranks: tuple[int, ...], size: int | None = None) -> None:
         """Replace the communicators by ones that include a super learner that has joined.
 
         Args:
@@ -423,14 +423,16 @@ class Collectives:
 
     # ---- leaving ------------------------------------------------------------------------------
 
-    def say_left(self, ranks: Collection[int]) -> None:
+    def announce_departure(self, ranks: Collection[int]) -> None:
         """Notify all other learners that the learners of `ranks` leave in order; callable on any thread."""
-        self.messages.say_left([place for place, rank in enumerate(self._ranks) if rank in ranks])
+        self.messages.announce_departure(
+            [place for place, rank in enumerate(self._ranks) if rank in ranks]
+        )
         for _ in range(_PUSHES):  # messages move only while the network is polled, as `ended` does
             self.ended()
             time.sleep(_PUSH_S)
 
-    def look_for_departures(self) -> None:
+    def poll_departures(self) -> None:
         """Record which learners have left in order, unless an operation runs, which records them itself."""
         with self.between() as is_between:
             if is_between:
@@ -599,8 +601,8 @@ class Collectives:
             return False
         preemption.block_if_leaving()  # a mate that was sent SIGTERM may have exited before this learner
         self.ranks = tuple(rank for rank in self.ranks if rank not in failed)
-        self._membership.mates_ended(set(gone) - self._note_left())
-        self._membership.look()
+        self._membership.note_local_exits(set(gone) - self._note_left())
+        self._membership.poll_sources()
         if self._rank == self.ranks[0]:
             self._tell_of(gone, doing)
         return True

@@ -110,9 +110,9 @@ class NewGroup:
 
     def _switch(self, world: World) -> World:
         told, comms = self.offer, self.comms
-        world.collectives.meet(comms.all, comms.plain, self.ranks, len(told.placements))
+        world.collectives.use(comms.all, comms.plain, self.ranks, len(told.placements))
         world.membership.grow(told.groups, names_of(told.groups, told.placements))
-        world.membership.meet(self.members)
+        world.membership.use(self.members)
         grown = dataclasses.replace(
             world,
             config=told.config,

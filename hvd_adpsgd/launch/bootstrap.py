@@ -412,7 +412,7 @@ def shut_down() -> None:
     worlds.put(None)
     os.environ.pop(_LEARNER_PID, None)
     failures = list(world.teardown.run_stops())
-    world.departure.has_said()
+    world.departure.note_announced()
     ends = time.monotonic() + seconds
     stopped = _stop_horovod(seconds) and finished
     # engines stop before the barrier, communicators are freed after it: else operations of peers would fail

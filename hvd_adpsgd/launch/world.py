@@ -159,9 +159,9 @@ class World:
             quorum=config.quorum,
         )
 
-        def tell_learners() -> None:
+        def notify_learners() -> None:
             if not teardown.has_begun:  # else shutdown() notifies them, or has freed `plain`
-                collectives.say_left(groups[super_rank])
+                collectives.announce_departure(groups[super_rank])
 
         name = f"{super_rank} ({names[super_rank]})"
         return cls(
@@ -191,7 +191,7 @@ class World:
                 is_leader,
                 departure,
                 lambda: membership.is_alone,
-                tell_learners,
+                notify_learners,
                 teardown.ends_last,
             ),
             shards=shards_of(config, groups),

@@ -54,7 +54,7 @@ class Membership:
         is_leader: whether this learner leads its super learner, and so may log failures as warnings.
         is_minority: whether half or more of the super learners that have not left have failed.
         states: states of the super learners, by super_rank.
-        sources: functions that return state changes, which `look` passes to `update`.
+        sources: functions that return state changes, which `poll_sources` passes to `update`.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Membership:
         self.is_minority = False
         self.is_leader = True
         self._departed: set[int] = set()  # super learners that have left the job, not one engine
-        self._told: set[tuple[int, PeerState]] = set()
-        self._informed: dict[
+        self._logged: set[tuple[int, PeerState]] = set()
+        self._logged_as_information: dict[
             int, tuple[float, str]
         ] = {}  # by super_rank: failures logged as information, as a lower super_rank logs the warning
 
@@ -92,22 +92,22 @@ class Membership:
         news = [(i, state) for i, state in news if self.states[i] is not final or state is final]
         for i, state in news:
             self.states[i] = state
-            self._share(i, state)
+            self._publish(i, state)
         where = "" if step is None else f" at step {step} of super learner {self.own}"
         for i, state in news:
-            if (i, state) not in self._told:
-                self._told.add((i, state))
+            if (i, state) not in self._logged:
+                self._logged.add((i, state))
                 what, then = _NEWS[state]
                 if self.is_alone:
                     then = _ALONE.get(state, then)
                 then = "" if ends else f" {then}"
-                self._tell(i, state, f"super learner {i} ({self.names[i]}) {what}{where}.{then}")
+                self._log(i, state, f"super learner {i} ({self.names[i]}) {what}{where}.{then}")
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
             self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)
 
-    def _share(self, i: int, state: PeerState) -> None:
-        """Tell the learners of this super learner the state of super learner `i`; a failure stays."""
+    def _publish(self, i: int, state: PeerState) -> None:
+        """Show the local peers the state of super learner `i`; a failure stays."""
         if self._left[i] != _FAILED:
             kinds = {PeerState.LEFT: _LEFT, PeerState.FAILED: _FAILED}
             self._left[i] = kinds.get(state, _THERE)
@@ -118,14 +118,14 @@ class Membership:
         return sum(state not in gone for state in self.states)
 
     @property
-    def training(self) -> int:
+    def training_count(self) -> int:
         """The number of super learners that train: all that have neither left nor failed."""
         return self._staying(failed=False)
 
     @property
     def is_alone(self) -> bool:
         """Whether no other super learner trains: all others have left or failed."""
-        return self.training <= 1
+        return self.training_count <= 1
 
     def are_minority(self, ranks: Collection[int]) -> bool:
         """Whether at most half of the super learners that have not left have all learners in `ranks`."""
@@ -134,24 +134,24 @@ class Membership:
         whole = sum(set(ranks).issuperset(group) for group in staying)
         return 2 * whole <= len(staying)
 
-    def look(self) -> None:
+    def poll_sources(self) -> None:
         """Call all `sources`, and record the state changes that they return; called between two steps."""
         for source in list(self.sources):
             self.update(source())
 
-    def _tell(self, i: int, state: PeerState, line: str) -> None:
+    def _log(self, i: int, state: PeerState, line: str) -> None:
         warns = state is PeerState.FAILED and self._warns
         log.log(logging.WARNING if warns else logging.INFO, "%s", line)
         if state is PeerState.FAILED and not warns:
-            self._informed[i] = time.monotonic(), line
+            self._logged_as_information[i] = time.monotonic(), line
 
     def _repeat(self) -> None:
         """Log recent failures as warnings: the super learner that had to do so may have failed first."""
         if self._warns:
-            for when, line in self._informed.values():
+            for when, line in self._logged_as_information.values():
                 if time.monotonic() - when < _REPEATED_S:
                     log.warning("%s", line)
-            self._informed.clear()
+            self._logged_as_information.clear()
 
     @property
     def _warns(self) -> bool:
@@ -173,13 +173,11 @@ class Membership:
         for i, group in enumerate(self._groups):
             if set(ranks).issuperset(group) and self.states[i] is not PeerState.FAILED:
                 self.states[i] = PeerState.LEFT
-                self._share(i, PeerState.LEFT)
+                self._publish(i, PeerState.LEFT)
                 self._departed.add(i)
 
-    def mates_ended(self, ranks: Collection[int]) -> None:
-        """Mark this super learner as failed if one of its learners is in `ranks`.
-
-        Engines report failures of other super learners.
+    def note_local_exits(self, ranks: Collection[int]) -> None:
+        """Mark this super learner as failed if a learner of it has exited; engines report other failures.
 
         Args:
             ranks: ranks of learners whose process has exited.
@@ -192,14 +190,14 @@ class Membership:
         self.names.extend(names[len(self.names) :])  # in place: other objects refer to this list
         self.states += [PeerState.ALIVE] * (len(groups) - len(self.states))
 
-    def meet(self, members: Collection[int]) -> None:
+    def use(self, members: Collection[int]) -> None:
         """After a super learner has joined: mark those in `members` as alive, and all others as failed."""
         for i in range(len(self.states)):
             self.states[i] = PeerState.ALIVE if i in members else PeerState.FAILED
             self._left[i] = _THERE
         self._departed.clear()
         self.is_minority = False
-        self._told.clear()
+        self._logged.clear()
 
     def rejoin(self) -> None:
         """After an engine has stopped: mark super learners as alive that have left only that engine.
@@ -209,7 +207,7 @@ class Membership:
         for i, state in enumerate(self.states):
             if state is PeerState.LEFT and i not in self._departed:
                 self.states[i] = PeerState.ALIVE
-                self._share(i, PeerState.ALIVE)
+                self._publish(i, PeerState.ALIVE)
 
     @property
     def own_failed(self) -> bool:

@@ -5,8 +5,8 @@
     this module's thread in its mates   (the other learners of its super learner) sees ASKED within LOOK_S
     leader                              stops the engines, which finish their exchanges and announce the
                                         departure; notifies all other learners, whose operations continue
-                                        without this super learner; then sets the flag SAID
-    all learners                        end by SIGTERM, once SAID is set, or some seconds after ASKED
+                                        without this super learner; then sets the flag ANNOUNCED
+    all learners                        end by SIGTERM, once ANNOUNCED is set, or some seconds after ASKED
 
 If all learners of the job leave, the last one ends with status 75 instead, which its launcher reports.
 
@@ -42,13 +42,13 @@ from hvd_adpsgd.polling import polls
 log = logging.getLogger("hvd_adpsgd")
 
 DEPARTURE_S = 2.5  # longest wait for running exchanges, and for the peers' answers to the departure
-SAID_S = 3.5  # longest wait for the leader's flag SAID
+ANNOUNCED_S = 3.5  # longest wait for the leader's flag ANNOUNCED
 LAST_S = 1.0  # longest wait of the first surviving learner for all other processes to end
 LOOK_S = 0.1  # time between two polls of the flag ASKED
 SPREAD_S = 0.5  # time until all peers know of the departure; before, an end counts as a failure
 _FLUSH_S = 0.2
 _HELD_S = 10.0  # bound of block_if_leaving; this module's thread ends the process earlier
-_ASKED, _SAID = 0, 1
+_ASKED, _ANNOUNCED = 0, 1
 _BYTES = 65536  # capacity of a pipe, so that one read empties it
 
 
@@ -60,7 +60,7 @@ class Departure:
         is_leader: whether this learner is the leader of its super learner.
         flags: FLAGS bytes of memory shared by the super learner's learners, initially 0.
         is_alone: returns whether no other super learner trains.
-        tell_learners: notifies all other learners, so that their operations continue without this super
+        notify_learners: notifies all other learners, so that their operations continue without this super
             learner.
         ends_last: waits up to so many seconds, and returns whether all other learners of the job have ended;
             returns False at once unless this is the first learner that still runs.
@@ -74,12 +74,12 @@ class Departure:
         is_leader: bool,
         flags: NDArray[np.uint8],
         is_alone: Callable[[], bool],
-        tell_learners: Callable[[], object],
+        notify_learners: Callable[[], object],
         ends_last: Callable[[float], bool],
     ):
         self._name, self._is_leader, self._flags = name, is_leader, flags
         self._is_alone, self._ends_last = is_alone, ends_last
-        self._tell_learners = tell_learners
+        self._notify_learners = notify_learners
         self._last_acts: list[Callable[[], object]] = []
         self._turn = threading.Lock()  # of SIGTERM and shutdown(), only the first takes effect
         self._in_shutdown = False
@@ -110,29 +110,29 @@ class Departure:
             self._in_shutdown = not self.is_asked
         block_if_leaving()
 
-    def has_said(self) -> None:
-        """On the leader, set the flag SAID: the departure is announced, so all its learners may end."""
+    def note_announced(self) -> None:
+        """On the leader, set the flag ANNOUNCED: the departure is announced, so all its learners may end."""
         if self._is_leader:
-            self._flags[_SAID] = 1
+            self._flags[_ANNOUNCED] = 1
 
     def leave(self) -> None:
         """Leave the job within 5 s: notify this super learner's learners and all peers, end the process."""
-        ends = time.monotonic() + SAID_S
+        ends = time.monotonic() + ANNOUNCED_S
         self._flags[_ASKED] = 1
         if self._is_leader:
             rest = "no other trains" if self._is_alone() else "the others train on without it"
             log.warning("SIGTERM: super learner %s leaves; %s.", self._name, rest)
-        shutdown.finishes_within(self._act, SAID_S - SPREAD_S)
+        shutdown.finishes_within(self._act, ANNOUNCED_S - SPREAD_S)
         if self._is_leader:
             time.sleep(SPREAD_S)
-            self.has_said()
-        any(self._flags[_SAID] for _ in polls(ends))
+            self.note_announced()
+        any(self._flags[_ANNOUNCED] for _ in polls(ends))
         _end(FAILED_STATUS if self._ends_last(LAST_S) else 0)
 
     def _act(self) -> None:
         if self._is_leader:
             # called last, when no exchange runs: a mean of the others without this super learner is final
-            self._last_acts.insert(0, self._tell_learners)
+            self._last_acts.insert(0, self._notify_learners)
         while self._last_acts:
             act = self._last_acts.pop()
             try:

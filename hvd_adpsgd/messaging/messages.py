@@ -342,10 +342,10 @@ class Messages:
 
     def leave(self, ends: float, fails: bool = False) -> None:
         """Notify the others that this learner takes part in no more operations: they do not wait for it."""
-        self.say_left([self.place], _FAILS if fails else _FINISHES)
+        self.announce_departure([self.place], _FAILS if fails else _FINISHES)
         self.flush(ends=ends)
 
-    def say_left(self, places: Sequence[int], how: int = _TOLD) -> None:
+    def announce_departure(self, places: Sequence[int], how: int = _TOLD) -> None:
         """Notify all other learners that the learners at `places` leave; callable on any thread, at any time.
 
         Args:

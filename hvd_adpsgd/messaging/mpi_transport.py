@@ -135,7 +135,7 @@ class MpiTransport:
         # by source: (request, buffer, tag) of unfinished receives, in the order of sending
         self._receiving: dict[int, deque[tuple[Any, Bytes, int]]] = {}
         self._sending: list[tuple[Any, Any]] = []  # (request, buffer) of unfinished sends
-        # Messages.say_left sends on another thread than the one that polls. Without the lock, a send between
+        # announce_departure sends on another thread than the one that polls. Without the lock, a send between
         # the look at all requests and the new list would be lost, and its buffer freed while MPI reads it.
         self._lock = threading.Lock()
         self._spare: list[Bytes] = []  # buffers of whole segments, for reuse

@@ -135,7 +135,7 @@ class Engines:
         """
         membership = self._world.membership
         membership.update(self.peer_news(), self._super_learner.step(), ends)
-        self.current.memory.training = membership.training
+        self.current.memory.training = membership.training_count
 
     def peer_news(self) -> list[tuple[int, PeerState]]:
         """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead.
@@ -146,7 +146,7 @@ class Engines:
         news = self.current.report() if knows else []
         if any(state is PeerState.FAILED for _, state in news):
             # the learners of a failed peer may have left in order
-            self._world.collectives.look_for_departures()
+            self._world.collectives.poll_departures()
         return news
 
     def depart(self) -> None:

@@ -41,7 +41,7 @@ def test_who_has_ended_its_script_stays_so_when_a_super_learner_has_joined(
     leaves(network, 2, FAILS)
     assert not collectives.confer("admit", nobody)
     assert collectives.finished() == {1}
-    collectives.meet(None, SilentNetwork(2), (0, 3), 4)
+    collectives.use(None, SilentNetwork(2), (0, 3), 4)
     assert collectives.finished() == {1}
     collectives.note_finished({2})  # others know more
     assert collectives.finished() == {1, 2}
@@ -52,7 +52,7 @@ def test_a_learner_that_has_joined_in_the_place_of_an_ended_one_has_not_ended(
 ) -> None:
     leaves(network, 1, FINISHES)
     collectives.confer("admit", nobody)
-    collectives.meet(None, SilentNetwork(3), (0, 1, 2))
+    collectives.use(None, SilentNetwork(3), (0, 1, 2))
     assert collectives.finished() == set()
 
 

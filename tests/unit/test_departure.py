@@ -95,9 +95,9 @@ def test_a_mate_ends_once_the_leader_has_departed(start):
         preemption.watch(departure(is_leader=False))
         print(os.getpid(), flush=True)
         flags[0] = 1  # ASKED, by the leader
-        done.wait()  # and then for SAID
+        done.wait()  # and then for ANNOUNCED
         print("later", flush=True)
-        flags[1] = 1  # SAID
+        flags[1] = 1  # ANNOUNCED
         preemption.block_if_leaving()
         print("not here", flush=True)
     """)
@@ -139,7 +139,7 @@ def test_a_learner_that_was_asked_to_leave_does_not_enter_shutdown(start):
         preemption.watch(made := departure(is_leader=False))
         flags[0] = 1  # ASKED, by a mate
         print(os.getpid(), flush=True)
-        made.at_leave(lambda: flags.put(1, 1))  # SAID, before what the others are to do
+        made.at_leave(lambda: flags.put(1, 1))  # ANNOUNCED, before what the others are to do
         made.enter_shutdown()
         print("not here", flush=True)
     """)

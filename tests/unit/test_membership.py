@@ -121,9 +121,9 @@ def test_a_learner_that_ends_takes_its_super_learner_along_unless_that_has_left(
     membership.update([(1, LEFT)])
     assert membership.failed_ranks(ended={3, 5}) == (4, 5)
     assert membership.failed_ranks() == (), "what MPI says is not kept"
-    membership.mates_ended({5})
+    membership.note_local_exits({5})
     assert not membership.own_failed
-    membership.mates_ended({1})
+    membership.note_local_exits({1})
     assert membership.own_failed
     assert membership.failed_ranks() == (0, 1)
 
@@ -132,7 +132,7 @@ def test_a_replaced_one_lives_and_may_fail_again(lines):
     membership = made()
     membership.update([(1, FAILED), (2, FAILED)])
     lines()
-    membership.meet({0, 1, 3})
+    membership.use({0, 1, 3})
     assert membership.states == [ALIVE, ALIVE, FAILED, ALIVE]
     membership.update([(1, FAILED)])
     assert [warning for warning, _ in lines()] == [True]
@@ -160,7 +160,7 @@ def test_the_end_of_a_process_that_has_left_in_order_is_no_failure(lines):
     ]
     membership.rejoin()
     assert membership.states[2] is LEFT and membership.failed_ranks(ended={4, 5}) == (2, 3, 6, 7)
-    membership.meet({0, 1, 2, 3})
+    membership.use({0, 1, 2, 3})
     membership.update([(2, FAILED)])
     assert membership.states[2] is FAILED, "a replacement"
 
@@ -183,7 +183,7 @@ def test_the_learners_of_a_super_learner_share_who_has_left():
 def test_sources_are_asked():
     membership = made()
     membership.sources.append(lambda: [(2, LEFT)])
-    membership.look()
+    membership.poll_sources()
     assert membership.have_left([2])
 
 

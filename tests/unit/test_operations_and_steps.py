@@ -128,10 +128,10 @@ def test_who_leaves_is_known_before_the_next_operation(collectives, network):
     membership = collectives._membership
     network.arrives(2, LEAVES, np.array([0, 1, 2], dtype=np.int32).tobytes())
     number = collectives.lock.take()
-    collectives.look_for_departures()
+    collectives.poll_departures()
     assert membership.states == [PeerState.ALIVE] * 3
     collectives.lock.leave(number)
-    collectives.look_for_departures()
+    collectives.poll_departures()
     assert membership.states == [PeerState.ALIVE, PeerState.LEFT, PeerState.LEFT]
     membership.update([(1, PeerState.FAILED)])
     assert membership.failed_ranks(ended={1, 2}) == ()
@@ -140,7 +140,7 @@ def test_who_leaves_is_known_before_the_next_operation(collectives, network):
 def test_who_leaves_because_of_a_failure_has_failed(collectives, network):
     """Operations continue without it, and it counts as failed, also on learners that no engine tells."""
     network.arrives(2, LEAVES, np.array([1, 1, 2], dtype=np.int32).tobytes())
-    collectives.look_for_departures()
+    collectives.poll_departures()
     assert collectives.messages.failed == {1, 2}
     assert collectives._membership.states == [PeerState.ALIVE] * 3
     assert collectives._membership.failed_ranks(ended={1, 2}) == (1, 2)
@@ -150,5 +150,5 @@ def test_a_super_learner_says_of_all_its_learners_that_they_leave(
     collectives, network, monkeypatch
 ):
     monkeypatch.setattr(module, "_PUSHES", 0)
-    collectives.say_left([0, 1])
+    collectives.announce_departure([0, 1])
     assert network.sent == [(2, LEAVES, np.array([0, 0, 1], dtype=np.int32).tobytes())]

@@ -63,7 +63,7 @@ class Watched(list[Any]):
 
 
 def test_what_another_thread_sends_meanwhile_is_kept_for_mpi() -> None:
-    """say_left runs on the thread of SIGTERM, while the trainer's polls; MPI still reads what it sends."""
+    """A departure is announced on the thread of SIGTERM, while the trainer's polls; MPI still reads it."""
     transport = MpiTransport.__new__(MpiTransport)
     transport.failed, transport._comm, transport._byte = set(), Comm(), None
     transport._sending, transport._lock = sending, _ = Watched(), threading.Lock()
