@@ -406,7 +406,7 @@ class Engine:
 
     # ---- reports -----------------------------------------------------------------------------
 
-    def tell(self, text: bytes) -> None:
+    def send_report(self, text: bytes) -> None:
         """Send a report of this super learner to all others by gossip, so with a delay (leader only).
 
         Args:
@@ -415,11 +415,11 @@ class Engine:
         if (loop := self.loop) is not None:
             loop.report(text)
 
-    def told(self) -> dict[int, tuple[int, bytes, float]]:
+    def reports(self) -> dict[int, tuple[int, bytes, float]]:
         """Return each super learner's newest report, by super_rank: (version, text, age in seconds)."""
         if (loop := self.loop) is None:
             return {}
-        return {self._members[rank]: told for rank, told in loop.reports().items()}
+        return {self._members[rank]: report for rank, report in loop.reports().items()}
 
     # ---- numbers -----------------------------------------------------------------------------
 

@@ -154,18 +154,18 @@ class ExchangeMetrics:
     def read(self, counters: Mapping[str, Any] | None, cpu_s: float = 0.0) -> dict[str, Any]:
         """Return all metrics by name; if `counters` is None, 0 for counts and NaN for means."""
         nothing = {**dict.fromkeys(_COUNTED, 0), **{table.name: [] for table in PEER_TABLES}}
-        found = counters or {**nothing, "staleness": [0] * 64}
-        staleness = np.array(found["staleness"])
+        known = counters or {**nothing, "staleness": [0] * 64}
+        staleness = np.array(known["staleness"])
         total = int(staleness.sum())
         return {
-            "exchanges": found["exchanges_active"] + found["exchanges_passive"],
-            **{name: found[name] for name in _COUNTED},
+            "exchanges": known["exchanges_active"] + known["exchanges_passive"],
+            **{name: known[name] for name in _COUNTED},
             "staleness": staleness.tolist(),
             "staleness_mean": float(np.arange(staleness.size) @ staleness) / total
             if total
             else math.nan,
             "consensus_distance": self._consensus_distance(counters) if counters else math.nan,
-            **{table.name: found[table.name] for table in PEER_TABLES},
+            **{table.name: known[table.name] for table in PEER_TABLES},
             "engine_cpu_s": cpu_s,
         }
 

@@ -44,8 +44,8 @@ def metrics() -> dict[str, Any]:
     if not every:
         nothing = Counters(time.monotonic).to_dict()
         every = [{**nothing, "nonfinite_steps": 0, **ExchangeMetrics(1).read(None), **_NO_SHARE}]
-    mine = {**every[0], **usage.totals()}
-    return mine if len(every) < 2 else {**mine, "optimizers": every}
+    first = {**every[0], **usage.totals()}
+    return first if len(every) < 2 else {**first, "optimizers": every}
 
 
 def metrics_of(averaging: Averaging) -> dict[str, Any]:

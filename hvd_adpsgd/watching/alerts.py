@@ -74,7 +74,7 @@ class Alerts:
             suspect: for each super learner that does not answer, since when, on the clock of `now_s`.
         """
         living = {i: report for i, report in reports.items() if i in alive}
-        problems = {
+        texts_by_kind = {
             "silent": self._silent(now_s, suspect),
             "hung": self._hung(now_s, living),
             "apart": self._apart(living),
@@ -82,14 +82,12 @@ class Alerts:
             "operations": self._operations(now_s, living),
             "left_out": self._left_out(living),
         }
-        found = [
+        new = [
             Alert(kind, i, f"{self._who(i)} {text}")
-            for kind, texts in problems.items()
+            for kind, texts in texts_by_kind.items()
             for i, text in texts.items()
         ]
-        return [
-            alert for alert in found + self._drifting(now_s, living) if self._is_new(now_s, alert)
-        ]
+        return [one for one in new + self._drifting(now_s, living) if self._is_new(now_s, one)]
 
     def _is_new(self, now_s: float, alert: Alert) -> bool:
         key = alert.kind, alert.about
@@ -170,7 +168,7 @@ class Alerts:
     def _drifting(self, now_s: float, living: Mapping[int, Report]) -> list[Alert]:
         """Find a consensus distance that has tripled within ten minutes while the loss has not changed."""
         distances = [r.distance for r in living.values() if can_draw(r.distance)]
-        losses = [found[1] for r in living.values() if (found := main_scalar(r))]
+        losses = [loss[1] for r in living.values() if (loss := main_scalar(r))]
         losses = [loss for loss in losses if can_draw(loss)]
         if not distances or not losses:
             return []

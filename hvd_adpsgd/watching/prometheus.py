@@ -40,14 +40,14 @@ class Exporter:
     """
 
     def __init__(self, address: str):
-        found = _ADDRESS.fullmatch(address.strip())
-        if found is None or int(found[3]) > 65535:
+        match = _ADDRESS.fullmatch(address.strip())
+        if match is None or int(match[3]) > 65535:
             raise ConfigError(
                 f"no metrics: HVD_ADPSGD_METRICS_ADDRESS is {address!r}, allowed is [host]:port with a port "
                 "of 0 to 65535. Set it to :8265 for this host alone, 0.0.0.0:8265 for all its interfaces, or "
                 "[::1]:8265 for an IPv6 address."
             )
-        self._host, self._port = found[1] or found[2] or "127.0.0.1", int(found[3])
+        self._host, self._port = match[1] or match[2] or "127.0.0.1", int(match[3])
         self._registry = CollectorRegistry()
         self._collector = RunCollector()
         self._registry.register(self._collector)

@@ -235,8 +235,8 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
     try:
         paths = _paths(Path(folder))
         for writer, path in paths.items():
-            for found in [*_lines(_events_of(path), None), *_lines(path, newest)]:
-                reading.take(writer, found, paths)
+            for fields in [*_lines(_events_of(path), None), *_lines(path, newest)]:
+                reading.take(writer, fields, paths)
     except OSError as error:
         raise ConfigError(
             f"no record in {os.fspath(folder)!r}: it cannot be read ({error.strerror}). Name the folder of a "
@@ -252,12 +252,12 @@ def read(folder: str | os.PathLike[str], newest: int | None = None) -> Run:
 
 def _paths(folder: Path) -> dict[int, Path]:
     """Return the regular files of a record by super_rank, in order; opening a pipe could block."""
-    found = {
+    paths = {
         int(path.stem): path
         for path in folder.glob("*.jsonl")
         if re.fullmatch(r"0|[1-9]\d{0,5}", path.stem, re.ASCII) and path.is_file()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
@@ -271,16 +271,16 @@ def _lines(path: Path, newest: int | None) -> Iterator[dict[str, Any]]:
         else:
             file.seek(0)
         for line in file:
-            if found := _parsed(line):
-                yield found
+            if fields := _parsed(line):
+                yield fields
 
 
 def _parsed(line: str | bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return fields if isinstance(fields, dict) else None
 
 
 class _Reading:
@@ -295,52 +295,52 @@ class _Reading:
         )  # (time, facts) of the newest start
         self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # (time, newest super_size)
 
-    def take(self, writer: int, found: Mapping[str, Any], own: Container[int]) -> None:
+    def take(self, writer: int, fields: Mapping[str, Any], own: Container[int]) -> None:
         """Add a line of `writer`'s file; a report on another super learner counts if that one has no file."""
-        kind = found.get("kind")
+        kind = fields.get("kind")
         try:
-            time_s = number(found.get("time_s"), 0, LATEST_S)
+            time_s = number(fields.get("time_s"), 0, LATEST_S)
             if kind == "report":
-                about = whole(found.get("super_learner", writer), _MOST_SUPER_LEARNERS)
+                about = whole(fields.get("super_learner", writer), _MOST_SUPER_LEARNERS)
                 if about == writer or about not in own:
-                    self._report(about, found)
+                    self._report(about, fields)
             elif kind == "start":
-                self._start(writer, time_s, found)
+                self._start(writer, time_s, fields)
             elif kind == "event":
-                self._event(writer, time_s, found)
-            if "super_size" in found:
-                size = whole(found["super_size"], _MOST_SUPER_LEARNERS)
+                self._event(writer, time_s, fields)
+            if "super_size" in fields:
+                size = whole(fields["super_size"], _MOST_SUPER_LEARNERS)
                 self._size = max(self._size, (time_s, size or _MOST_SUPER_LEARNERS))
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError):
             return  # another version, or another program, has written the line
 
-    def _report(self, about: int, found: Mapping[str, Any]) -> None:
-        report = Report.from_dict(found)
-        tables = {t.name: _counts(found[t.name]) for t in TABLES if t.name in found}
-        every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
+    def _report(self, about: int, fields: Mapping[str, Any]) -> None:
+        report = Report.from_dict(fields)
+        tables = {t.name: _counts(fields[t.name]) for t in TABLES if t.name in fields}
+        every_s = number(fields.get("every_s", 1.0), 0, LATEST_S)
         track = self._tracks.setdefault(about, Track())
         track.reports.append(report)
         track.tables |= tables
-        if "every_s" in found:
+        if "every_s" in fields:
             track.every_s = every_s
 
-    def _start(self, writer: int, time_s: float, found: Mapping[str, Any]) -> None:
-        every_s = number(found.get("every_s", 1.0), 0, LATEST_S)
+    def _start(self, writer: int, time_s: float, fields: Mapping[str, Any]) -> None:
+        every_s = number(fields.get("every_s", 1.0), 0, LATEST_S)
         track = self._tracks.setdefault(writer, Track())
-        track.name, track.every_s = readable(found.get("name", "")), every_s
+        track.name, track.every_s = readable(fields.get("name", "")), every_s
         what, why = "start", ""
-        if found.get("joining"):
+        if fields.get("joining"):
             what, why = "joining", ", in place of one that has failed"
         text = f"super learner {writer} starts{why}"
         self._events.append((Event(time_s, what, writer, text), writer))
         if time_s >= self._about[0]:
-            texts = {key: readable(value) for key, value in found.items()}
+            texts = {key: readable(value) for key, value in fields.items()}
             self._about = time_s, {**self._about[1], **texts}
 
-    def _event(self, writer: int, time_s: float, found: Mapping[str, Any]) -> None:
-        about = found.get("about")
+    def _event(self, writer: int, time_s: float, fields: Mapping[str, Any]) -> None:
+        about = fields.get("about")
         about = None if about is None else whole(about, _MOST_SUPER_LEARNERS)
-        what, text = readable(found["event"]), readable(found.get("text", ""))
+        what, text = readable(fields["event"]), readable(fields.get("text", ""))
         self._events.append((Event(time_s, what, about, text), writer))
 
     def run(self) -> Run:
@@ -354,8 +354,8 @@ class _Reading:
         return Run(tracks, _merged(self._events), about)
 
 
-def _counts(found: Mapping[str, Any]) -> dict[int, int]:
-    return {whole(key, _MOST_SUPER_LEARNERS): whole(count) for key, count in found.items()}
+def _counts(table: Mapping[str, Any]) -> dict[int, int]:
+    return {whole(key, _MOST_SUPER_LEARNERS): whole(count) for key, count in table.items()}
 
 
 def _merged(events: Iterable[tuple[Event, int]]) -> list[Event]:

@@ -134,18 +134,18 @@ class Report:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Report:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Report:
         """Make a report from the dict of `to_dict`; unknown names are ignored, None becomes NaN.
 
         Raises:
-            TypeError, ValueError, OverflowError, AttributeError: if `found` is no report.
+            TypeError, ValueError, OverflowError, AttributeError: if `fields` is no report.
         """
-        values: dict[str, Any] = {"time_s": number(found.get("time_s"), 0, LATEST_S)}
+        values: dict[str, Any] = {"time_s": number(fields.get("time_s"), 0, LATEST_S)}
         for metric in METRICS[1:]:
-            if metric.name in found:
-                value = found[metric.name]
+            if metric.name in fields:
+                value = fields[metric.name]
                 values[metric.name] = number(value) if metric.code in "df%" else whole(value)
-        scalars = (found.get("scalars") or {}).items()
+        scalars = (fields.get("scalars") or {}).items()
         values["scalars"] = {readable(name): number(value) for name, value in scalars}
         return cls(**values)
 
@@ -160,11 +160,11 @@ def number(value: Any, least: float = -math.inf, most: float = math.inf) -> floa
     Raises:
         TypeError, ValueError, OverflowError: if the value is no number, or not within the bounds.
     """
-    found = math.nan if value is None else float(value)
+    result = math.nan if value is None else float(value)
     is_bounded = math.isfinite(least) or math.isfinite(most)
-    if is_bounded and not least <= found <= most:
-        raise ValueError(f"{found} is not within {least} and {most}")
-    return found
+    if is_bounded and not least <= result <= most:
+        raise ValueError(f"{result} is not within {least} and {most}")
+    return result
 
 
 def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
@@ -173,10 +173,10 @@ def whole(value: Any, most: int = _LARGEST_COUNT) -> int:
     Raises:
         TypeError, ValueError, OverflowError: if the value is no such integer.
     """
-    found = int(value)
-    if not 0 <= found <= most:
+    result = int(value)
+    if not 0 <= result <= most:
         raise ValueError(f"not within 0 and {most}")
-    return found
+    return result
 
 
 def readable(value: Any) -> str:

@@ -95,10 +95,10 @@ def _size(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> int:
 
 def logged() -> dict[str, float]:
     """Return the logged scalars by name, as floats; waits for the device of tensors."""
-    found = dict(_scalars)
-    for name, value in found.items():
+    values = dict(_scalars)
+    for name, value in values.items():
         if isinstance(value, torch.Tensor):
             if name not in _read or _read[name][0] is not value:
                 _read[name] = value, float(value)
-            found[name] = _read[name][1]
-    return found
+            values[name] = _read[name][1]
+    return values

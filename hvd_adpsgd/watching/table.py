@@ -116,8 +116,8 @@ def rows(run: Run, now_s: float) -> list[Row]:
 def _row(run: Run, i: int, track: Track, health: str, now_s: float) -> Row:
     last = track.reports[-1]
     state, since_s = _state(run, i, track, health, now_s)
-    found = main_scalar(last)
-    name = found[0] if found else ""
+    main = main_scalar(last)
+    name = main[0] if main else ""
     losses = tuple(r.scalars[name] for r in track.reports[-200:] if name in r.scalars)
     return Row(
         super_learner=i,
@@ -126,7 +126,7 @@ def _row(run: Run, i: int, track: Track, health: str, now_s: float) -> Row:
         since_s=since_s,
         report=last,
         apart_s=last.apart_s + max(0.0, now_s - last.time_s),
-        loss=found[1] if found else math.nan,
+        loss=main[1] if main else math.nan,
         losses=losses,
         age_s=now_s - last.time_s,
     )
@@ -135,12 +135,12 @@ def _row(run: Run, i: int, track: Track, health: str, now_s: float) -> Row:
 def _state(run: Run, i: int, track: Track, health: str, now_s: float) -> tuple[str, float]:
     """Return state and since_s of super learner i, by the last event about it, else by its reports."""
     last = track.reports[-1]
-    told = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
-    if told and told[-1].what in _STATES and told[-1].time_s >= last.time_s - 2 * track.every_s:
-        return _STATES[told[-1].what], now_s - told[-1].time_s
+    news = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
+    if news and news[-1].what in _STATES and news[-1].time_s >= last.time_s - 2 * track.every_s:
+        return _STATES[news[-1].what], now_s - news[-1].time_s
     if now_s - last.time_s >= _silent_s(track):
         return "SILENT", now_s - last.time_s
-    if told and told[-1].what == "joining":
+    if news and news[-1].what == "joining":
         return "JOINING", 0.0
     return health, last.idle_s + now_s - last.time_s if health == "HUNG" else 0.0
 

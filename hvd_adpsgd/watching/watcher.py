@@ -118,16 +118,16 @@ class Watcher:
             logger.error("monitoring of the run ends, training continues: %s", error, exc_info=True)
 
     def _look(self, world: World, stopping: Any) -> None:
-        found = self._observe(stopping)
-        if found is None:
+        observed = self._observe(stopping)
+        if observed is None:
             return
-        sample, engine = found
+        sample, engine = observed
         counters, last = sample.engine, stopping is not None
         self._sampler.grow(world.super_size)
         own = self._sampler.report(sample, time.time())
         known = {world.super_rank: own}
         if engine is not None:
-            engine.tell(encode(own))
+            engine.send_report(encode(own))
             known |= self._received(engine, world.super_rank)
         now_s = time.monotonic()
         self._states.update(world, now_s)
@@ -146,9 +146,9 @@ class Watcher:
 
     def _received(self, engine: Any, own: int) -> dict[int, Report]:
         """Return the newest report received from each peer, by super_rank; note their ages."""
-        told = {i: report for i, report in engine.told().items() if i != own}
-        self._ages = {i: age_s for i, (_, _, age_s) in told.items()}
-        reports = {i: decode(text) for i, (_, text, _) in told.items()}
+        received = {i: report for i, report in engine.reports().items() if i != own}
+        self._ages = {i: age_s for i, (_, _, age_s) in received.items()}
+        reports = {i: decode(text) for i, (_, text, _) in received.items()}
         return {i: report for i, report in reports.items() if report is not None}
 
     def _write(

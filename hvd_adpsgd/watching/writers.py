@@ -46,17 +46,17 @@ def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
         known: reports by super_rank.
         own: report of this super learner, whose step is used for the means.
     """
-    found: list[Scalar] = []
+    points: list[Scalar] = []
     values: dict[str, list[float]] = {}
     for i, report in sorted(known.items()):
         for name, value in _numbers(report):
             values.setdefault(name, []).append(value)
             if len(known) <= EACH:
-                found.append(Scalar(f"hvd_adpsgd/{name}/{i}", value, report.step))
+                points.append(Scalar(f"hvd_adpsgd/{name}/{i}", value, report.step))
     for name, each in values.items():
-        found.append(Scalar(f"hvd_adpsgd/{name}", sum(each) / len(each), own.step, is_mean=True))
-    found.append(Scalar("hvd_adpsgd/super_learners", float(len(known)), own.step))
-    return found
+        points.append(Scalar(f"hvd_adpsgd/{name}", sum(each) / len(each), own.step, is_mean=True))
+    points.append(Scalar("hvd_adpsgd/super_learners", float(len(known)), own.step))
+    return points
 
 
 def _numbers(report: Report) -> Iterator[tuple[str, float]]:
@@ -130,8 +130,8 @@ class Outlet:
         with self._lock:
             try:
                 if self._send is not None:
-                    found, step = scalars(known, reports[own]), reports[own].step
-                    self._context.run(self._send, found, step)
+                    points, step = scalars(known, reports[own]), reports[own].step
+                    self._context.run(self._send, points, step)
             except (Exception, SystemExit) as error:  # on a thread of our own
                 self._send = None
                 log.warning(
@@ -177,12 +177,12 @@ def _sender(writer: Any) -> Send:
     """Return the function that sends scalars to this writer; raise ConfigError if it has no known method."""
     if not isinstance(writer, type):
         if _takes(getattr(writer, "add_scalar", None), "tag", 0.0, 0):
-            return lambda found, step: [writer.add_scalar(*one[:3]) for one in found]
+            return lambda points, step: [writer.add_scalar(*one[:3]) for one in points]
         if _takes(getattr(writer, "log", None), {}, step=0):
-            return lambda found, step: _log(writer, found, step)
+            return lambda points, step: _log(writer, points, step)
         if _takes(getattr(writer, "log_metrics", None), {}, step=0):
             run = _run_of(writer)
-            return lambda found, step: writer.log_metrics(_in_folders(found), step=step, **run)
+            return lambda points, step: writer.log_metrics(_in_folders(points), step=step, **run)
     kind = f"the class {writer.__name__}" if isinstance(writer, type) else type(writer).__name__
     raise ConfigError(
         f"hvd.log_to({kind}): it has neither add_scalar(tag, value, step) nor log(numbers, step=...) or "
@@ -204,19 +204,19 @@ def _takes(function: Any, *arguments: Any, **named: Any) -> bool:
     return True
 
 
-def _log(run: Any, found: list[Scalar], step: int) -> None:
+def _log(run: Any, points: list[Scalar], step: int) -> None:
     """Log one row of a Weights & Biases run, which drops rows whose step is below the last row's."""
     seen = getattr(run, "step", 0)
-    run.log(_numbers_of(found), step=max(step, seen if type(seen) is int else 0))
+    run.log(_numbers_of(points), step=max(step, seen if type(seen) is int else 0))
 
 
-def _numbers_of(found: list[Scalar]) -> dict[str, float]:
-    return {one.tag: one.value for one in found}
+def _numbers_of(points: list[Scalar]) -> dict[str, float]:
+    return {one.tag: one.value for one in points}
 
 
-def _in_folders(found: list[Scalar]) -> dict[str, float]:
+def _in_folders(points: list[Scalar]) -> dict[str, float]:
     """The numbers by tag; MLflow's file store cannot have hvd_adpsgd/loss beside hvd_adpsgd/loss/0."""
-    return {f"{one.tag}/mean" if one.is_mean else one.tag: one.value for one in found}
+    return {f"{one.tag}/mean" if one.is_mean else one.tag: one.value for one in points}
 
 
 def _run_of(writer: Any) -> dict[str, str]:

@@ -92,7 +92,7 @@ class Forgetful(Engine):
 @pytest.mark.parametrize(
     "read",
     [
-        lambda engine: engine.tell(b"x"),
+        lambda engine: engine.send_report(b"x"),
         Engine.report,
         Engine.metrics,
         Engine.counters,

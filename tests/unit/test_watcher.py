@@ -157,8 +157,8 @@ def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.M
     told: list[Report | None] = []
     engine = SimpleNamespace(
         counters=lambda: None,
-        tell=lambda text: told.append(decode(text)),
-        told=dict,
+        send_report=lambda text: told.append(decode(text)),
+        reports=dict,
         loop=None,
         memory=SimpleNamespace(store=SimpleNamespace(left_out=lambda exchanges: ())),
     )

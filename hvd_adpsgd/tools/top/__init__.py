@@ -171,17 +171,17 @@ def _drawn(run: Run, by: str, width: int) -> Group:
     from rich.text import Text
 
     now_s = time.time()
-    found = sorted(rows(run, now_s), key=lambda row: _key(row, by))
-    cells = [{column.title: printable(column.cell(row)) for column in COLUMNS} for row in found]
-    states = [row.state for row in found]
-    title = f"{len(found)} super learners, {states.count('ok')} ok · {_clock(now_s)}"
+    ordered = sorted(rows(run, now_s), key=lambda row: _key(row, by))
+    cells = [{column.title: printable(column.cell(row)) for column in COLUMNS} for row in ordered]
+    states = [row.state for row in ordered]
+    title = f"{len(ordered)} super learners, {states.count('ok')} ok · {_clock(now_s)}"
     table = Table(title=title, title_justify="left", expand=False)
     widths = _widths(cells, width)
     lefts = {column.title for column in COLUMNS if column.is_left}
     for name, wide in widths.items():
         justify: Literal["left", "right"] = "left" if name in lefts else "right"
         table.add_column(name, justify=justify, width=wide, no_wrap=True, overflow="ellipsis")
-    for row, shown in zip(found, cells, strict=True):
+    for row, shown in zip(ordered, cells, strict=True):
         style = _STYLES.get(row.state, "")
         table.add_row(
             *(Text(shown[name]) for name in widths), style=style if row.state != "ok" else ""

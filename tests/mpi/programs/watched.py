@@ -57,7 +57,7 @@ class Recorder:
 
 def known(optimizer: Any) -> dict[int, Any]:
     """What this leader knows of all, as its thread does."""
-    reports = optimizer._averaging.engine.told()
+    reports = optimizer._averaging.engine.reports()
     return {i: decode(text) for i, (_, text, _) in reports.items()}
 
 
