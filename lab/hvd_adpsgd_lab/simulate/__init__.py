@@ -195,7 +195,7 @@ _FULL = 0.85  # share of a link's bytes per second from which exchanges are repo
 
 def _told_cluster(c: Cluster) -> str:
     slow = f", {c.slow} of them {c.slow_factor:g} times slower" if c.slow else ""
-    options = [f", {name}={value}" for name, value in c.config.changes(PATIENT).items()]
+    options = {"averaging": c.config.averaging, **c.config.changes(PATIENT)}
     links = (
         f", {c.slow_links:.0%} of the pairs {c.slow_links_factor:g} times slower"
         if c.slow_links
@@ -206,7 +206,7 @@ def _told_cluster(c: Cluster) -> str:
     return (
         f"{c.super_learners} super learners{slow}{fails}: {c.parameters / 1e6:g} M parameters, steps of "
         f"{c.step_s:g} s, links of {c.bytes_per_s / 1e6:g} MB/s and {1e6 * c.latency_s:g} us{links}, "
-        f"{c.minutes:g} minutes, seed {c.seed}{''.join(options)}"
+        f"{c.minutes:g} minutes, seed {c.seed}{''.join(f', {n}={v}' for n, v in options.items())}"
     )
 
 
