@@ -128,6 +128,7 @@ class BuildExtensions(build_ext):
             [Extension(e.name, list(e.sources), depends=headers) for e in self.extensions],
             include_path=["ext"],
             language_level=3,
+            compiler_directives={"show_performance_hints": False},
             quiet=True,
         )
         by_name = {extension.name: extension for extension in cythonized}

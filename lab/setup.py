@@ -41,6 +41,7 @@ class BuildExtensions(build_ext):
                 [Extension(e.name, list(e.sources)) for e in self.extensions],
                 include_path=[str(PYX_DIR), str(CONTRACTS)],
                 language_level=3,
+                compiler_directives={"show_performance_hints": False},
                 quiet=True,
             )
         }
