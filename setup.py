@@ -44,8 +44,7 @@ def fail(message: str) -> None:
 
 def find_mpicc() -> str:
     """MPI's C compiler: $MPICC, then beside this interpreter, then on PATH."""
-    asked = os.environ.get("MPICC")
-    if asked:
+    if asked := os.environ.get("MPICC"):
         found = shutil.which(asked)
         if not found:
             fail(f"MPICC={asked} is not an executable. Set MPICC to the mpicc of your MPI.")
@@ -124,16 +123,15 @@ class BuildExtensions(build_ext):
         if not self.inplace:
             link_flags = outside(link_flags)
         headers = [str(path) for path in C_DIR.glob("*.h")]
-        cythonized = cythonize(
+        cythonize(
             [Extension(e.name, list(e.sources), depends=headers) for e in self.extensions],
             include_path=["ext"],
             language_level=3,
             compiler_directives={"show_performance_hints": False},
             quiet=True,
         )
-        by_name = {extension.name: extension for extension in cythonized}
         for extension in self.extensions:
-            extension.sources = by_name[extension.name].sources
+            extension.sources = [source.replace(".pyx", ".c") for source in extension.sources]
             extension.depends = headers + [str(path) for path in C_DIR.glob("*.c")]
             extension.include_dirs += [str(C_DIR), mpi4py.get_include()]
             extension.extra_compile_args += COMPILE_FLAGS + compile_flags

@@ -35,18 +35,15 @@ class BuildExtensions(build_ext):
             return
         from Cython.Build import cythonize
 
-        by_name = {
-            extension.name: extension
-            for extension in cythonize(
-                [Extension(e.name, list(e.sources)) for e in self.extensions],
-                include_path=[str(PYX_DIR), str(CONTRACTS)],
-                language_level=3,
-                compiler_directives={"show_performance_hints": False},
-                quiet=True,
-            )
-        }
+        cythonize(
+            [Extension(e.name, list(e.sources)) for e in self.extensions],
+            include_path=[str(PYX_DIR), str(CONTRACTS)],
+            language_level=3,
+            compiler_directives={"show_performance_hints": False},
+            quiet=True,
+        )
         for extension in self.extensions:
-            extension.sources = by_name[extension.name].sources
+            extension.sources = [source.replace(".pyx", ".c") for source in extension.sources]
             extension.extra_compile_args += COMPILE_FLAGS
             extension.extra_link_args += ["-pthread"]
             extension.define_macros += ABI_MACROS
