@@ -21,12 +21,11 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.watching.record import Run
 from hvd_adpsgd.watching.reports import METRICS
 from hvd_adpsgd.watching.reports import Metric as ReportMetric
-from hvd_adpsgd.watching.table import Row, rows
+from hvd_adpsgd.watching.table import STATES, Row, rows
 
 log = logging.getLogger("hvd_adpsgd")
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):(\d{1,5})", re.ASCII)
-_STATES = ("ok", "SLOW", "HUNG", "SUSPECT", "SILENT", "JOINING", "FAILED", "left")
 
 
 class Exporter:
@@ -179,4 +178,4 @@ def _scalars(row: Row) -> Mapping[str, float]:
 
 
 def _states(row: Row) -> Mapping[str, float]:
-    return {state: float(row.state == state) for state in _STATES}
+    return {state: float(row.state == state) for state in STATES}

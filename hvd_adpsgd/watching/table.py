@@ -16,7 +16,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SILENT_S = (
     10.0  # a super learner is SILENT after this time without a report, or five intervals if longer
 )
-_STATES = {"suspect": "SUSPECT", "left": "left", "failed": "FAILED"}
+# each state of a super learner, with its style for rich
+STATES = {
+    "ok": "", "left": "", "SLOW": "yellow", "HUNG": "bold red", "SUSPECT": "yellow", "SILENT": "red",
+    "JOINING": "cyan", "FAILED": "bold red",
+}  # fmt: skip
+_BY_EVENT = {"suspect": "SUSPECT", "left": "left", "failed": "FAILED"}
 _BEGINNINGS = ("alive", "joining", "joined", "start")
 
 
@@ -27,7 +32,7 @@ class Row:
     Attributes:
         super_learner: its super_rank.
         host: names of its host and its leader.
-        state: ok, SLOW, HUNG, SUSPECT, SILENT, JOINING, FAILED, left.
+        state: one of STATES.
         since_s: seconds that it has been in this state; 0 for ok, SLOW and JOINING.
         report: its newest report.
         apart_s: seconds since the super learner's last exchange, the age of the report included.
@@ -135,9 +140,9 @@ def _row(run: Run, i: int, track: Track, health: str, now_s: float) -> Row:
 def _state(run: Run, i: int, track: Track, health: str, now_s: float) -> tuple[str, float]:
     """Return state and since_s of super learner i, by the last event about it, else by its reports."""
     last = track.reports[-1]
-    news = [e for e in run.events if e.about == i and e.what in (*_STATES, *_BEGINNINGS)]
-    if news and news[-1].what in _STATES and news[-1].time_s >= last.time_s - 2 * track.every_s:
-        return _STATES[news[-1].what], now_s - news[-1].time_s
+    news = [e for e in run.events if e.about == i and e.what in (*_BY_EVENT, *_BEGINNINGS)]
+    if news and news[-1].what in _BY_EVENT and news[-1].time_s >= last.time_s - 2 * track.every_s:
+        return _BY_EVENT[news[-1].what], now_s - news[-1].time_s
     if now_s - last.time_s >= _silent_s(track):
         return "SILENT", now_s - last.time_s
     if news and news[-1].what == "joining":

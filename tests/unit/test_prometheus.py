@@ -22,6 +22,7 @@ from hvd_adpsgd.watching import prometheus, watcher
 from hvd_adpsgd.watching.prometheus import Exporter
 from hvd_adpsgd.watching.record import Event, Run, Track
 from hvd_adpsgd.watching.reports import Report
+from hvd_adpsgd.watching.table import STATES
 
 ODD = 'a "name"\n of another {kind}'
 GRAFANA = Path(prometheus.__file__).with_name("grafana.json")  # also of an installed wheel
@@ -54,8 +55,7 @@ def exporter() -> Iterator[Exporter]:
     made.close()
 
 
-def get(address: tuple[str, int] | None) -> str:
-    assert address is not None
+def get(address: Any) -> str:
     with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics", timeout=60) as answer:
         return str(answer.read().decode())
 
@@ -75,9 +75,8 @@ def values(found: list[Any], *labels: str) -> dict[Any, float]:
 
 def test_metrics_are_those_of_the_reports(exporter: Exporter) -> None:
     found = samples(get(exporter.address))
-    assert values(found["hvd_adpsgd_steps_total"], "super_learner") == dict.fromkeys(
-        [("0",), ("1",), ("2",)], 40.0
-    )
+    steps = values(found["hvd_adpsgd_steps_total"], "super_learner")
+    assert steps == {("0",): 40.0, ("1",): 40.0, ("2",): 40.0}
     scalars = values(found["hvd_adpsgd_scalar"], "super_learner", "name")
     assert scalars == {(str(i), n): v for i in range(3) for n, v in (("loss", 0.2), (ODD, 1.0))}
     pairs = values(found["hvd_adpsgd_pair_exchanges_total"], "super_learner", "peer")
@@ -90,9 +89,8 @@ def test_metrics_are_those_of_the_reports(exporter: Exporter) -> None:
     assert shares["0", "inner_allreduce"] == 0.25 and shares["2", "offer"] == 0.0
     ages = values(found["hvd_adpsgd_staleness_steps"], "super_learner", "quantile")
     assert (ages["0", "0.5"], ages["0", "0.95"]) == (0.0, 3.0)
-    assert {s.labels["host"] for s in found["hvd_adpsgd_since_step_seconds"]} == {
-        f"node{i} {ODD}, learner {i}" for i in range(3)
-    }
+    hosts = [s.labels["host"] for s in found["hvd_adpsgd_since_step_seconds"]]
+    assert hosts == [f"node{i} {ODD}, learner {i}" for i in range(3)]
     assert values(found["hvd_adpsgd_events"], "event") == {("failed",): 1.0, ("alert",): 1.0}
 
 
@@ -115,8 +113,9 @@ def test_it_serves_again_after_it_was_closed(exporter: Exporter) -> None:
 def test_a_port_in_use_is_warned_about_once(
     exporter: Exporter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert exporter.address is not None and exporter.address[0] == "127.0.0.1", "loopback alone"
-    second = Exporter(f":{exporter.address[1]}")
+    host, port = exporter.address or ("", 0)
+    assert host == "127.0.0.1", "loopback alone"
+    second = Exporter(f":{port}")
     with caplog.at_level(logging.WARNING):
         second.open()
         second.open()
@@ -173,10 +172,12 @@ def test_the_grafana_dashboard_asks_for_metrics_that_exist(exporter: Exporter) -
         assert set(used) <= labels, query
 
 
-def test_the_page_of_docs_names_each_metric(exporter: Exporter) -> None:
+def test_the_page_of_docs_names_each_metric_and_state(exporter: Exporter) -> None:
     text = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
     listed = text[text.index("Of each super learner `hvd_adpsgd_`") :].partition("`grafana.json`")[
         0
     ]
     served = {name.removeprefix("hvd_adpsgd_") for name in samples(get(exporter.address))}
     assert set(re.findall(r"`(\w+)`", listed)) - {"hvd_adpsgd_"} == served
+    rows = re.findall(r"(?m)^\| (ok, left|[A-Z]+) \|", text)
+    assert set(", ".join(rows).split(", ")) == set(STATES)

@@ -283,8 +283,7 @@ def test_the_table_shows_a_hung_trainer() -> None:
     for second in range(150):
         run.at(second)
     shown = Run({i: Track(f"h{i}", [r]) for i, r in run.reports.items()})
-    assert [(row.state, row.since_s) for row in rows(shown, 150.0)][1] == ("HUNG", 51)
-    assert {row.state for row in rows(shown, 150.0)} == {"ok", "HUNG"}
+    assert [(row.state, row.since_s) for row in rows(shown, 150.0)][:2] == [("ok", 0), ("HUNG", 51)]
 
 
 def test_one_without_an_exchange_for_a_minute() -> None:

@@ -24,7 +24,7 @@ from hvd_adpsgd.errors import AdpsgdError, ConfigError, MissingRequirementError
 from hvd_adpsgd.tools.top.web import serve
 from hvd_adpsgd.watching.record import Run, read
 from hvd_adpsgd.watching.reports import METRICS
-from hvd_adpsgd.watching.table import COLUMNS, Row, rows
+from hvd_adpsgd.watching.table import COLUMNS, STATES, Row, rows
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -38,15 +38,6 @@ _DROPPED = ("", *(metric.column for metric in reversed(METRICS[3:]) if metric.co
 _HOST_WIDTH = 12  # characters to which the column "host" is shortened before columns are dropped
 _WIDTH = 150  # characters, enough for all columns; used when the output is no terminal
 _EVERY_S = (0.1, 86400.0)  # bounds of --every
-_STYLES = {
-    "ok": "green",
-    "SLOW": "yellow",
-    "HUNG": "bold red",
-    "SUSPECT": "yellow",
-    "SILENT": "red",
-    "JOINING": "cyan",
-    "FAILED": "bold red",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,10 +173,7 @@ def _drawn(run: Run, by: str, width: int) -> Group:
         justify: Literal["left", "right"] = "left" if name in lefts else "right"
         table.add_column(name, justify=justify, width=wide, no_wrap=True, overflow="ellipsis")
     for row, shown in zip(ordered, cells, strict=True):
-        style = _STYLES.get(row.state, "")
-        table.add_row(
-            *(Text(shown[name]) for name in widths), style=style if row.state != "ok" else ""
-        )
+        table.add_row(*(Text(shown[name]) for name in widths), style=STATES[row.state])
     events = [Text(printable(f"{_clock(e.time_s)} {e.what}: {e.text}")) for e in run.events[-6:]]
     return Group(table, *events)
 
