@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError
@@ -47,26 +48,23 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == _SCRIPT:
             self._answer(200, "text/javascript", self.script, "Cache-Control", "max-age=86400")
-        elif self.path == "/":
-            self._page()
-        else:
+        elif self.path != "/":
             self.send_error(404)
-
-    def _page(self) -> None:
-        try:
-            text = page(read(self.record), time.time(), _SCRIPT)
-        except AdpsgdError as error:
-            self._answer(503, "text/plain", str(error).encode(), "Refresh", str(_EVERY_S))
         else:
-            self._answer(200, "text/html", text.encode(), "Refresh", str(_EVERY_S))
+            try:
+                status, kind, text = 200, "text/html", page(read(self.record), time.time(), _SCRIPT)
+            except AdpsgdError as error:
+                status, kind, text = 503, "text/plain", str(error)
+            self._answer(status, kind, text.encode(), "Refresh", str(_EVERY_S))
 
     def _answer(self, status: int, kind: str, body: bytes, *header: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header(*header)
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the browser has loaded another page
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header(*header)
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         return
