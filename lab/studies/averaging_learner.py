@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples.acoustic_model import train
-from examples.acoustic_model.speech import corpus, journal, sweep
+from examples.acoustic_model.speech import corpus, journal
+from examples.acoustic_model.speech.keeper import keep
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import run
 
@@ -194,7 +195,7 @@ def main() -> None:
         found = learner.perform(one)
         if hvd.rank() > 0:
             continue
-        sweep.keep(Path(one["folder"]), one | found)
+        keep(Path(one["folder"]), one | found)
         loss = found["heldout_loss"]
         said = "diverged" if loss is None else f"held-out {loss:.3f}"
         print(f"{place}/{len(runs)} {one['name']}: {said}, {found['cpu_s']:.0f} CPU s", flush=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.acoustic_model.speech import launch
+from examples.acoustic_model.speech.keeper import perform_jobs
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
 from lab.studies.disturbed import hosts, jobs, network, picture, stragglers, surface
 
@@ -68,7 +69,7 @@ def measure_stragglers(options: argparse.Namespace) -> dict[str, Any]:
         for repetition in range(repetitions)
         for scheme in options.schemes
     ]
-    records, failed = jobs.perform(told, options.out / "runs", options.recall)
+    records, failed = perform_jobs(told, options.out / "runs", options.recall)
     found = stragglers.gather(options.schemes, repetitions, records)
     result = stragglers.results(found)
     lines = [stragglers.table(result)] if result else []
@@ -97,7 +98,7 @@ def measure_network(options: argparse.Namespace) -> dict[str, Any]:
                         network.curve_options(*network.CURVE, scheme))
             for scheme in curves
         ]  # fmt: skip
-        records, failed = jobs.perform(told, options.out / "runs", options.recall)
+        records, failed = perform_jobs(told, options.out / "runs", options.recall)
     blocks = dict(zip(cells, records, strict=False))
     result = network.results({cell: record for cell, record in blocks.items() if record})
     trained = dict(zip(curves, records[len(cells) :], strict=True))
@@ -125,7 +126,7 @@ def measure_surface(options: argparse.Namespace) -> dict[str, Any]:
     repetitions = options.repetitions or 1
     with hosts.Hosts(start=not options.recall) as both:
         told = [surface.job(both, cell, repetitions) for cell in cells]
-        records, failed = jobs.perform(told, options.out / "runs", options.recall)
+        records, failed = perform_jobs(told, options.out / "runs", options.recall)
     blocks = dict(zip(cells, records, strict=True))
     result = surface.results({cell: record for cell, record in blocks.items() if record})
     surface.draw(result, options.out / "surface.png")

@@ -19,8 +19,9 @@ import json
 from pathlib import Path
 
 from examples.acoustic_model import prepare_data
-from examples.acoustic_model.speech import comparison, figure, journal, launch, sweep
+from examples.acoustic_model.speech import comparison, figure, journal, launch
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
+from lab.studies import sweep
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
@@ -219,8 +220,10 @@ def main() -> None:
         for scheme in schemes
         for share in (options.shares if scheme != BASELINE else [1.0])
     ]
-    outcomes = sweep.perform(runs, data, lambda one: train_and_decode(one, data))
-    finished, failed = complete(outcomes), sweep.failures(outcomes)
+    outcomes, failed = sweep.perform(
+        runs, options.out / "runs", data, lambda one: train_and_decode(one, data)
+    )
+    finished = complete(outcomes)
     if not finished:
         raise Problem("no scheme was trained with all seeds; the lines above say why")
     result = results(finished)

@@ -26,8 +26,9 @@ import math
 from pathlib import Path
 
 from examples.acoustic_model import prepare_data
-from examples.acoustic_model.speech import figure, journal, launch, sweep
+from examples.acoustic_model.speech import figure, journal, launch
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
+from lab.studies import sweep
 
 # Chosen before any confirming seed was run. R0 comes from trainings of one learner on seed 0 with batch 64:
 #
@@ -277,18 +278,18 @@ def sweep_all(
     Returns:
         losses by scheme and warm-up, and a line on each failure.
     """
+    root = options.out / "runs"
     wanted = {
-        cell: sweep.placed(training(*cell, options), options.out / "runs", data)
-        for cell in cells(options, schemes)
+        cell: sweep.placed(training(*cell, options), root, data) for cell in cells(options, schemes)
     }
     runs = list({one.folder: one for one in wanted.values()}.values())
-    outcomes = sweep.perform(runs, data, lambda one: measure(one, data))
+    outcomes, failed = sweep.perform(runs, root, data, lambda one: measure(one, data))
     records = {one.run.folder: one.record for one in outcomes}
     found: Found = {scheme: {warmup: {} for warmup in options.warmups} for scheme in schemes}
     for (scheme, warmup, factor, _), one in wanted.items():
         losses = found[scheme][warmup].setdefault(SETTINGS["base_batch"] * factor, [])
         losses.append(loss_of(records[one.folder]))
-    return found, sweep.failures(outcomes)
+    return found, failed
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import corpus, figure, launch
-from examples.acoustic_model.speech import sweep as kept
+from examples.acoustic_model.speech.keeper import recall
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
 
 SETTINGS = {
@@ -231,7 +231,7 @@ class Sweep:
 
     def recall(self, one: Run) -> dict[str, Any] | None:
         """Return the record of a run; None if the run is not finished."""
-        return kept.recall(self.placed(one).folder)
+        return recall(self.placed(one).folder)
 
     def perform(self, runs: list[Run]) -> None:
         """Train all runs that are not finished, in one launch for each seed and number of learners."""

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from examples.acoustic_model.speech.keeper import perform_jobs
 from lab.studies.disturbed import jobs, network, stragglers
 from tests.launcher import QUICK
 
@@ -30,7 +31,7 @@ def test_a_straggler_is_measured(scheme: str, tmp_path: Path) -> None:
         "slowdowns": (1.0, 30.0),
     }
     job = stragglers.job(scheme, 0, settings)
-    (record,), failures = jobs.perform([job], tmp_path)
+    (record,), failures = perform_jobs([job], tmp_path)
     assert not failures
     assert record is not None
     assert [slowdown for slowdown, _ in record["blocks"]] == [1.0, 30.0, 1.0]

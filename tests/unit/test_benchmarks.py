@@ -14,9 +14,10 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 from examples.acoustic_model import train
-from examples.acoustic_model.speech import figure, launch, strategy, sweep
+from examples.acoustic_model.speech import figure, launch, strategy
+from examples.acoustic_model.speech.keeper import left, recall
 from examples.acoustic_model.speech.problem import Problem
-from lab.studies import compare, large_batch
+from lab.studies import compare, large_batch, sweep
 
 NAN, INF = math.nan, math.inf
 
@@ -78,7 +79,7 @@ def _runs(tmp_path: Path, data: Path, seeds=(0, 1, 2)) -> list[launch.Training]:
 def test_folders_tell_settings_apart(tmp_path, data):
     one = compare.training("noloco:period=10", 0, 6)
     place = sweep.placed(one, tmp_path, data).folder
-    assert place.name.startswith("noloco-period-10-0-")
+    assert place.name.startswith("noloco-period-10--seed-0-")
     assert sweep.placed(one, tmp_path, data).folder == place
     others = [
         dataclasses.replace(one, **change)
@@ -107,14 +108,15 @@ def test_finished_runs_are_kept_and_failed_ones_repeated(tmp_path, data, capsys)
             raise Problem(f"seed {one.seed} is unlucky")
         return {"heldout_loss": one.seed}
 
-    first = sweep.perform(runs, data, lambda one: act(one, {1}))
+    root = tmp_path / "runs"
+    first, failed = sweep.perform(runs, root, data, lambda one: act(one, {1}))
     assert [outcome.record is None for outcome in first] == [False, True, False]
-    assert sweep.failures(first) == ["noloco:period=10, seed 1: seed 1 is unlucky"]
+    assert failed == ["noloco:period=10, seed 1: seed 1 is unlucky"]
     assert first[0].record["settings"]["seed"] == 0
-    second = sweep.perform(runs, data, lambda one: act(one, ()))
+    second, failed = sweep.perform(runs, root, data, lambda one: act(one, ()))
     assert acted == [0, 1, 2, 1]
     assert [outcome.record["heldout_loss"] for outcome in second] == [0, 1, 2]
-    assert sweep.failures(second) == []
+    assert failed == []
     assert second[0].record == json.loads(json.dumps(first[0].record))
     assert "3 runs, 2 finished before" in capsys.readouterr().out
 
@@ -126,12 +128,13 @@ def test_an_interrupted_run_is_not_finished(tmp_path, data):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep.perform(runs, data, interrupted)
+        sweep.perform(runs, tmp_path / "runs", data, interrupted)
     assert runs[0].folder.exists()
-    assert sweep.recall(runs[0].folder) is None
+    assert recall(runs[0].folder) is None
     (runs[0].folder / "run.json").write_text('{"settings": {}, "sec')
-    assert sweep.recall(runs[0].folder) is None
-    assert sweep.perform(runs, data, lambda one: {})[0].record["seconds"] >= 0
+    assert recall(runs[0].folder) is None
+    (again,), _ = sweep.perform(runs, tmp_path / "runs", data, lambda one: {})
+    assert again.record["seconds"] >= 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_an_interrupted_run_is_not_finished(tmp_path, data):
     ],
 )
 def test_time_left(took, todo, told):
-    assert sweep.left(took, todo) == told
+    assert left(took, todo) == told
 
 
 def test_unknown_schemes_are_named_with_the_reason():
@@ -171,7 +174,7 @@ def test_the_first_error_that_a_learner_tells_is_the_cause(said, cause):
 def _outcome(scheme: str, seed: int, errors: list[int], loss: float | None) -> sweep.Outcome:
     run = compare.training(scheme, seed, 2)
     if loss is None:
-        return sweep.Outcome(run, None, "died")
+        return sweep.Outcome(run, None)
     curve = [
         {"epoch": e, "samples": 100 * e, "heldout_loss": loss + 2 - e, "seconds": 5.0 * e}
         for e in range(3)

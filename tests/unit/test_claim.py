@@ -26,7 +26,6 @@ from lab.studies.claim import (
     evaluation,
     learners,
     picture,
-    records,
     schemes,
     situations,
     study,
@@ -171,16 +170,6 @@ def test_schemes_take_turns_in_another_order_for_each_seed() -> None:
     ]  # fmt: skip
 
 
-def test_records_are_kept_and_one_cut_short_is_not_one(tmp_path: Path) -> None:
-    file = tmp_path / "out" / "runs.jsonl"
-    assert records.load(file) == []
-    records.append(file, record("ddp", 0))
-    with file.open("a") as out:
-        out.write('{"key": {"task"')
-    records.append(file, record("ddp", 1, ended_s=1.5))
-    assert records.load(file) == [record("ddp", 0), record("ddp", 1, ended_s=1.5)]
-
-
 def options(tmp_path: Path, *words: str) -> Any:
     return script.arguments(["--tasks", "text", "--quick", "--out", str(tmp_path), *words])
 
@@ -189,11 +178,11 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monk
     chosen = options(tmp_path, "--only", "even", "--seeds", "0", "--schemes", "ddp", "hadpsgd")
     made: list[Key] = []
 
-    def one(key: Key, task: tasks.Task, options: Any, *_: object) -> Record:
+    def one(key: Key, *_: object) -> tuple[list[Point], None]:
         made.append(key)
         if key.scheme == "ddp" and len(made) == 1:
             raise Problem("on purpose")
-        return Record(key, study.settings(task, key.scheme, options), CURVE, None, 1.0)
+        return CURVE, None
 
     monkeypatch.setattr(study, "one", one)
     monkeypatch.setattr(study.signal, "signal", lambda *_: None)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
+from examples.acoustic_model.speech.keeper import Job, perform_jobs
 from examples.acoustic_model.speech.problem import Problem
 from lab.studies.disturbed import jobs, network, picture, stragglers, surface
 
@@ -32,15 +33,15 @@ def test_a_finished_job_is_kept_and_a_failed_one_does_not_stop_the_others(tmp_pa
     def fail(folder):
         raise Problem("on purpose")
 
-    told = [jobs.Job("a", {"x": 1}, act), jobs.Job("b", {}, fail), jobs.Job("a", {"x": 2}, act)]
-    records, failures = jobs.perform(told, tmp_path)
+    told = [Job("a", {"x": 1}, act), Job("b", {}, fail), Job("a", {"x": 2}, act)]
+    records, failures = perform_jobs(told, tmp_path)
     assert [record and record["value"] for record in records] == [1, None, 2]
     assert failures == ["b: on purpose"]
-    again, _ = jobs.perform(told, tmp_path)
+    again, _ = perform_jobs(told, tmp_path)
     assert [record and record["value"] for record in again] == [1, None, 2]
     assert len(done) == 2
     assert done[0] != done[1]
-    recalled, failures = jobs.perform(told, tmp_path, recall_only=True)
+    recalled, failures = perform_jobs(told, tmp_path, recall_only=True)
     assert [record and record["value"] for record in recalled] == [1, None, 2]
     assert failures == []
 

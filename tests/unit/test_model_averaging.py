@@ -16,7 +16,8 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 from examples.acoustic_model import train
-from examples.acoustic_model.speech import launch, sweep
+from examples.acoustic_model.speech import launch
+from examples.acoustic_model.speech.keeper import keep
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import Problem
 from lab.studies import averaging_learner as learner
@@ -149,7 +150,7 @@ def test_what_is_finished_is_not_launched_again(trained, monkeypatch):
         for one in plan["runs"]:
             assert (one["stack"] is not None) == (one["init"] == "rbm")
             if one["period"] != 10:  # as if interrupted
-                sweep.keep(Path(one["folder"]), one | {"heldout_loss": 1.0, "seconds": 1.0})
+                keep(Path(one["folder"]), one | {"heldout_loss": 1.0, "seconds": 1.0})
 
     monkeypatch.setattr(launch, "module", as_launched)
     trained.out.mkdir()

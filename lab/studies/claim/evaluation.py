@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import nn
+from hvd_adpsgd_lab.bench.storm.model import load
 
 from .curves import Point
 from .recorder import copied, copy_file
@@ -39,9 +38,3 @@ def mean(files: Sequence[Path]) -> np.ndarray:
     for file in files[1:]:
         total += np.fromfile(file, np.float32)
     return (total / len(files)).astype(np.float32)
-
-
-@torch.no_grad()
-def load(model: nn.Module, values: np.ndarray) -> None:
-    """Set the parameters of a model to values, one parameter after the other."""
-    nn.utils.vector_to_parameters(torch.from_numpy(values), model.parameters())

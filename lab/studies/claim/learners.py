@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from hvd_adpsgd_lab.machines import Cluster, ClusterError, unavailable
 
 from examples.acoustic_model.speech.problem import Problem
+from hvd_adpsgd.launch.processes import free_port
 from lab.studies.disturbed import jobs
 
 from . import recorder
@@ -82,7 +82,7 @@ class Job:
     def __enter__(self) -> Job:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context((self._folder / "log.txt").open("w"))
-            port = PORT if self._cluster else _free_port()
+            port = PORT if self._cluster else free_port("127.0.0.1")
             for host, command, variables in self._commands(port):
                 self._processes.append(
                     stack.enter_context(self._started(host, command, variables, log))
@@ -198,9 +198,3 @@ def command(folder: Path, speech: Path, times: Sequence[float], words: Sequence[
     module = "lab.studies.claim.train"
     copies = [f"{at:.4f}" for at in times]
     return [sys.executable, "-m", module, *places, *words, "--times", *copies]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

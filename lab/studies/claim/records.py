@@ -1,11 +1,8 @@
-"""Finished runs, a line of JSON each: an interrupted study loses no finished run, and repeats none."""
+"""Finished runs of the claim."""
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from .curves import Point
@@ -45,29 +42,7 @@ class Record:
     took_s: float
 
 
-def append(file: Path, record: Record) -> None:
-    """Add a record to a file, and wait until it is on the disk; first end a line that was cut short."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab+") as out:
-        if out.tell():
-            out.seek(-1, os.SEEK_END)
-            if out.read(1) != b"\n":
-                out.write(b"\n")
-        out.write((json.dumps(asdict(record)) + "\n").encode())
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def load(file: Path) -> list[Record]:
-    """Return all whole records of a file; none if there is no file."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [record for line in lines if (record := _read(line)) is not None]
-
-
-def _read(line: str) -> Record | None:
-    try:
-        told = json.loads(line)
-        curve = [Point(*point) for point in told["curve"]]
-        return Record(Key(**told["key"]), told["settings"], curve, told["ended_s"], told["took_s"])
-    except (ValueError, KeyError, TypeError):
-        return None
+def record_of(key: Key, settings: dict[str, Any], kept: dict[str, Any]) -> Record:
+    """Return the record of a run from what is kept of it."""
+    curve = [Point(*point) for point in kept["curve"]]
+    return Record(key, settings, curve, kept["ended_s"], kept["seconds"])

@@ -11,8 +11,8 @@ from datetime import timedelta
 from importlib import metadata
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+from hvd_adpsgd_lab.bench.storm.schemes import torchft_diloco, torchft_manager
 from torch import nn
 from torch.optim import Optimizer
 
@@ -125,38 +125,20 @@ class DiLoCo(Scheme):
         return self.rank, self.size
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        from torchft.local_sgd import DiLoCo as Averager
-        from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo
-
         host = os.environ["LEARNER_HOST"]
         self.own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-
-        def load(state: dict[str, Any]) -> None:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-
-        self.manager = Manager(
-            pg=ProcessGroupGloo(TIMEOUT),
-            load_state_dict=load,
-            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            min_replica_size=1,
-            use_async_quorum=False,
-            timeout=TIMEOUT,
-            quorum_timeout=TIMEOUT,
-            rank=0,
-            world_size=1,
-            store_addr=host,
-            store_port=self.own.port,
-            lighthouse_addr=self._lighthouse(),
-            replica_id=f"learner_{self.rank}",
-            hostname=host,
-            init_sync=False,
+        self.manager = torchft_manager(
+            model,
+            optimizer,
+            self.own,
+            self._lighthouse(),
+            f"learner_{self.rank}",
+            host,
+            1,
+            TIMEOUT,
+            TIMEOUT,
         )
-        outer = torch.optim.SGD(model.parameters(), *self.outer_step, nesterov=True)
-        self.outer = Averager(
-            self.manager, [model], optimizer, outer, DILOCO_PERIOD, use_bucketization=True
-        )
+        self.outer = torchft_diloco(self.manager, model, optimizer, DILOCO_PERIOD, *self.outer_step)
         return model, optimizer
 
     def _lighthouse(self) -> str:

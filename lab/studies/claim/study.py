@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import platform
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from hvd_adpsgd_lab.bench import machine
 
 from examples.acoustic_model import prepare_data
-from examples.acoustic_model.speech import launch, sweep
+from examples.acoustic_model.speech import launch
+from examples.acoustic_model.speech.keeper import Job, perform_jobs
 from examples.acoustic_model.speech.problem import Problem
 from lab.studies.disturbed import jobs
 
-from . import evaluation, learners, picture, records, schemes, situations, table, tasks
-from .records import Key, Record
+from . import evaluation, learners, picture, schemes, situations, table, tasks
+from .curves import Point
+from .records import Key, Record, record_of
 from .situations import SITUATIONS
 
 
@@ -46,20 +45,15 @@ def perform(options: argparse.Namespace) -> None:
         data, _ = prepare_data.named("easy", options.quick, options.speech)
     named = {name: tasks.named(name, options.quick, data) for name in options.tasks}
     absent = reasons(options)
-    file = options.out / "runs.jsonl"
-    failures: dict[table.Place, str] = {}
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that learners end with the study
         signal.signal(number, _end)
-    if not options.table:
-        with learners.Hosts() as hosts:
-            failures = _train(options, named, data, absent, hosts, file)
-    its = wanted(records.load(file), named, options)
+    its, failures = _train(options, named, data, absent)
     absent |= failures
     text = report(options, its, absent)
     (options.out / "table.md").write_text(text + "\n")
     for across, name in (("seconds", "claim.png"), ("samples", "claim_samples.png")):
         picture.draw(its, absent, options.tasks, options.only, options.out / name, across)
-    print(f"\n{text}\n\n{options.out}: runs.jsonl, table.md, claim.png, claim_samples.png")
+    print(f"\n{text}\n\n{options.out}: runs, table.md, claim.png, claim_samples.png")
     if failures:
         raise Problem(f"{len(failures)} runs failed; start again to repeat them")
 
@@ -86,62 +80,62 @@ def settings(task: tasks.Task, scheme: str, options: argparse.Namespace) -> dict
     return {**task.settings, **common, **schemes.settings(scheme, task.outer)}
 
 
-def wanted(
-    found: Sequence[Record], named: dict[str, tasks.Task], options: argparse.Namespace
-) -> list[Record]:
-    """Return the runs that belong to the options."""
-    keys = {key: settings(named[key.task], key.scheme, options) for key in turns(options)}
-    return [record for record in found if record.settings == keys.get(record.key)]
-
-
 def _train(
     options: argparse.Namespace, named: dict[str, tasks.Task], data: Path,
-    absent: Mapping[table.Place, str], hosts: learners.Hosts, file: Path,
-) -> dict[table.Place, str]:  # fmt: skip
-    """Run all that is missing; return why runs have failed, by task, situation and scheme."""
-    done = wanted(records.load(file), named, options)
-    there = {record.key for record in done}
-    possible = [key for key in turns(options) if key.place not in absent]
-    missing = [key for key in possible if key not in there]
-    took = [record.took_s for record in done]
-    failures: dict[table.Place, str] = {}
-    print(f"{len(possible)} runs, {len(possible) - len(missing)} finished before", flush=True)
-    for place, key in enumerate(missing):
-        what = f"{key.task}, {SITUATIONS[key.situation].title}, {schemes.TITLES[key.scheme]}"
-        left = sweep.left(took, len(missing) - place)
-        print(f"-- {what}, seed {key.seed}; {left}", flush=True)
-        try:
-            record = one(key, named[key.task], options, data, hosts)
-        except Problem as problem:
-            print(f"   failed: {problem}", flush=True)
-            failures[key.place] = f"failed: {str(problem).splitlines()[0]}"
-            continue
-        records.append(file, record)
-        took.append(record.took_s)
-        print(f"   {described(record)}", flush=True)
-    return failures
+    absent: Mapping[table.Place, str],
+) -> tuple[list[Record], dict[table.Place, str]]:  # fmt: skip
+    """Run all that is missing, if --table is not given.
+
+    Returns:
+        all runs, and why runs have failed, by task, situation and scheme.
+    """
+    keys = [key for key in turns(options) if key.place not in absent]
+    with learners.Hosts() as hosts:
+        wanted = [_job(key, named[key.task], options, data, hosts) for key in keys]
+        records, lines = perform_jobs(wanted, options.out / "runs", options.table)
+    failed = [(key, job) for key, job, kept in zip(keys, wanted, records, strict=True) if not kept]
+    failures = {
+        key.place: f"failed: {line.removeprefix(f'{job.name}: ').splitlines()[0]}"
+        for (key, job), line in zip(failed, lines, strict=not options.table)
+    }
+    return [
+        record_of(key, settings(named[key.task], key.scheme, options), kept)
+        for key, kept in zip(keys, records, strict=True)
+        if kept
+    ], failures
 
 
-def described(record: Record) -> str:
+def _job(
+    key: Key, task: tasks.Task, options: argparse.Namespace, data: Path, hosts: learners.Hosts
+) -> Job:
+    what = f"{key.task}, {SITUATIONS[key.situation].title}, {schemes.TITLES[key.scheme]}"
+
+    def act(folder: Path) -> dict[str, Any]:
+        points, ended_s = one(key, task, options, data, hosts, folder)
+        print(f"   {described(points, ended_s)}", flush=True)
+        return {"curve": points, "ended_s": ended_s}
+
+    told = settings(task, key.scheme, options) | {"situation": key.situation, "scheme": key.scheme}
+    return Job(f"{what}, seed {key.seed}", told, act)
+
+
+def described(curve: Sequence[Point], ended_s: float | None) -> str:
     """Return the line on a run that is done."""
-    end = record.curve[-1] if record.curve else None
+    end = curve[-1] if curve else None
     loss = f"held-out loss {end.loss:.3f} after {end.samples:.0f} samples" if end else "no copy"
-    ended = f", ended after {record.ended_s:.0f} s" if record.ended_s is not None else ""
-    return f"{loss}{ended} ({record.took_s:.0f} s)"
+    return loss + (f", ended after {ended_s:.0f} s" if ended_s is not None else "")
 
 
 def one(
-    key: Key, task: tasks.Task, options: argparse.Namespace, data: Path, hosts: learners.Hosts
-) -> Record:
-    """Train once, and evaluate the copies.
+    key: Key, task: tasks.Task, options: argparse.Namespace, data: Path, hosts: learners.Hosts,
+    folder: Path,
+) -> tuple[list[Point], float | None]:  # fmt: skip
+    """Train once, and evaluate the copies; return the curve, and when the job ended, if it did.
 
     Raises:
         Problem: if a job fails, other than by a learner that is killed on purpose.
     """
-    began = time.monotonic()
-    situation, folder = SITUATIONS[key.situation], options.out / "run"
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
-    folder.mkdir(parents=True)
+    situation = SITUATIONS[key.situation]
     cluster = hosts.shaped(situation.rate) if situation.rate else None
     words = ["--task", key.task, "--scheme", key.scheme, "--seed", str(key.seed)]
     words += ["--slow", str(situation.slow)] if situation.slow > 1 else []
@@ -157,12 +151,12 @@ def one(
         raise Problem(f"the job ended after {ended_s:.0f} s of {times[-1]:.0f} s\n{log}")
     torch.set_num_threads(prepare_data.usable_cores())
     points = evaluation.curve(folder, task, times)
-    shutil.rmtree(folder)
+    for file in folder.iterdir():
+        file.unlink()  # the copies are large
     if ended_s is not None:
         # a learner may fail later than the first one, and copy its model until then
         points = [point for point in points if point.seconds <= ended_s]
-    told = settings(task, key.scheme, options)
-    return Record(key, told, points, ended_s, time.monotonic() - began)
+    return points, ended_s
 
 
 def report(
@@ -184,17 +178,7 @@ def report(
         "",
         *filter(None, goals),
         "",
-        f"{machine()}; {versions}",
+        f"{machine()}, Linux; {versions}",
         "",
         f"    {words}",
     ])  # fmt: skip
-
-
-def machine() -> str:
-    """Return the processor and the number of usable cores."""
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{prepare_data.usable_cores()} of {os.cpu_count()} cores, {model}, Linux"

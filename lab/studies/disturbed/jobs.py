@@ -1,90 +1,21 @@
-"""Runs measurement jobs with a deadline, and keeps a record of each finished one."""
+"""Commands of measurements, with a deadline, and what they leave."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.acoustic_model.speech import launch, sweep
+from examples.acoustic_model.speech import launch
 from examples.acoustic_model.speech.problem import Problem
 
 _OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_")
 _TAIL = 1500  # characters of a failed job's output that are shown
-
-
-@dataclass(frozen=True)
-class Job:
-    """A measurement.
-
-    Attributes:
-        name: name of the job in messages and in the name of its folder.
-        settings: everything that the outcome depends on; a finished job with equal settings is not repeated.
-        act: function that measures in the job's folder, its argument, and returns the content of the record.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    act: Callable[[Path], dict[str, Any]]
-
-
-def folder(job: Job, root: Path) -> Path:
-    """Return the folder of a job's record, whose name ends with a digest of the job's settings."""
-    told = {**job.settings, "versions": launch.versions()}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in job.name)
-    return root / f"{name}-{digest}"
-
-
-def perform(
-    jobs: Sequence[Job], root: Path, recall_only: bool = False
-) -> tuple[list[dict | None], list[str]]:
-    """Run all jobs that are not finished; a job that fails does not stop the others.
-
-    Args:
-        jobs: the jobs, which run in this order.
-        root: folder of all jobs' folders.
-        recall_only: run no job; one that is not finished has no record then, and counts as no failure.
-
-    Returns:
-        a record for each job, None if it failed, and a line on each failure.
-    """
-    records = [sweep.recall(folder(job, root)) for job in jobs]
-    took = [record["seconds"] for record in records if record]
-    todo, failures = len(jobs) - len(took), []
-    for place, job in enumerate(jobs):
-        if records[place] is not None or recall_only:
-            continue
-        print(f"-- {job.name}; {sweep.left(took, todo)}", flush=True)
-        todo -= 1
-        try:
-            records[place] = record = _perform(job, folder(job, root))
-        except Problem as problem:
-            print(f"   failed: {problem}", flush=True)
-            failures.append(f"{job.name}: {problem}")
-        else:
-            took.append(record["seconds"])
-    return records, failures
-
-
-def _perform(job: Job, place: Path) -> dict[str, Any]:
-    shutil.rmtree(place, ignore_errors=True)  # remains of an interrupted or failed run
-    place.mkdir(parents=True)
-    began, load = time.monotonic(), os.getloadavg()[0]
-    found = job.act(place)
-    record = {"settings": job.settings, "load_before": load, **found}
-    record["seconds"] = time.monotonic() - began
-    sweep.keep(place, record)
-    return record
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

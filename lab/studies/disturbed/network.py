@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.acoustic_model.speech.keeper import Job
 from examples.acoustic_model.speech.problem import Problem
 
 from . import jobs
@@ -127,7 +128,7 @@ def _common(model: str, scheme: str) -> dict[str, Any]:
     return {**SCHEMES[scheme], **chosen, "sizes": sizes(model)}
 
 
-def job(hosts: Hosts, name: str, link: str, told: dict[str, Any]) -> jobs.Job:
+def job(hosts: Hosts, name: str, link: str, told: dict[str, Any]) -> Job:
     """Return a job that runs far_learner.py on two hosts, with the options `told`."""
 
     def act(folder: Path) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def job(hosts: Hosts, name: str, link: str, told: dict[str, Any]) -> jobs.Job:
         hosts.run(command, deadline(link, told), folder / "log.txt")
         return jobs.told(folder / "told.json")
 
-    return jobs.Job(name, {**told, "link": LINKS[link]}, act)
+    return Job(name, {**told, "link": LINKS[link]}, act)
 
 
 def deadline(link: str, told: Mapping[str, Any]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.acoustic_model.speech.keeper import Job
 from hvd_adpsgd import strategies
 
 from . import jobs
@@ -47,7 +48,7 @@ def order(slowdowns: Sequence[float], repetition: int) -> list[float]:
     return [1.0, *(rest if repetition % 2 == 0 else rest[::-1]), 1.0]
 
 
-def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jobs.Job:
+def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> Job:
     """Return a job that measures a scheme with all slowdowns."""
     told = {**settings, "averaging": scheme, "seed": repetition}
     told["slowdowns"] = order(settings["slowdowns"], repetition)
@@ -61,7 +62,7 @@ def job(scheme: str, repetition: int, settings: dict[str, Any] = SETTINGS) -> jo
         jobs.run(command, ENVIRONMENT, deadline_s, folder / "log.txt")
         return jobs.told(folder / "told.json")
 
-    return jobs.Job(f"stragglers, {scheme}, repetition {repetition}", told, act)
+    return Job(f"stragglers, {scheme}, repetition {repetition}", told, act)
 
 
 def waits(scheme: str) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 
 from hvd_adpsgd_lab.simulation.planner import PATIENT, Cluster, plan
 
+from examples.acoustic_model.speech.keeper import Job
+
 from . import jobs, network, picture
 from .hosts import Hosts
 
@@ -49,7 +51,7 @@ def cells(links: Iterable[str], models: Iterable[str], schemes: Iterable[str]) -
     return [(link, model, scheme) for link in links for model in models for scheme in schemes]
 
 
-def job(hosts: Hosts, cell: Cell, repetitions: int) -> jobs.Job:
+def job(hosts: Hosts, cell: Cell, repetitions: int) -> Job:
     """Return the measurement of a cell."""
     link, model, scheme = cell
     batch, wait = network.computation(KIND, model)
@@ -72,7 +74,7 @@ def job(hosts: Hosts, cell: Cell, repetitions: int) -> jobs.Job:
         hosts.run(command, deadline_s, folder / "log.txt", VARIABLES)
         return jobs.told(folder / "told.json")
 
-    return jobs.Job(f"{link}, {model}, {scheme}", {**told, "link": LINKS[link], **VARIABLES}, act)
+    return Job(f"{link}, {model}, {scheme}", {**told, "link": LINKS[link], **VARIABLES}, act)
 
 
 def results(found: Mapping[Cell, dict[str, Any]]) -> dict[Cell, dict[str, Any]]:

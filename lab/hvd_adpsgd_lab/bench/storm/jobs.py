@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 
 from hvd_adpsgd.config import PREFIX
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.launch.processes import free_port
 from hvd_adpsgd.tools.doctor.probes import environment
 from hvd_adpsgd_lab.bench import programs_path
 from hvd_adpsgd_lab.bench.storm.learner import notes_file
@@ -120,7 +120,7 @@ class OneByOne(Job):
         super().__init__(settings, notes, log)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._due: dict[int, float] = {}  # by slot without a process, when it gets one
-        self._port = _free_port()
+        self._port = free_port(_HOST)
 
     def start(self) -> None:
         for slot in range(self.slots):
@@ -301,9 +301,3 @@ def _alive(learner: psutil.Process) -> bool:
         return learner.is_running() and learner.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])

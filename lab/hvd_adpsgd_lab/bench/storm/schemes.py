@@ -95,39 +95,59 @@ class Adpsgd(Scheme):
         self.hvd.shutdown()
 
 
+def torchft_manager(
+    model: nn.Module, optimizer: torch.optim.Optimizer, store: dist.TCPStore, lighthouse: str,
+    name: str, host: str, least: int, timeout: timedelta, quorum_timeout: timedelta,
+) -> Any:  # fmt: skip
+    """Return torchft's Manager of a replica of one process, with a store of its own at `host`."""
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    return importlib.import_module("torchft.manager").Manager(
+        pg=importlib.import_module("torchft.process_group").ProcessGroupGloo(timeout),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=least,
+        use_async_quorum=False,
+        timeout=timeout,
+        quorum_timeout=quorum_timeout,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=name,
+        hostname=host,
+        init_sync=False,
+    )
+
+
+def torchft_diloco(
+    manager: Any, model: nn.Module, optimizer: Any, period: int, rate: float, momentum: float
+) -> Any:
+    """Return torchft's DiLoCo; rate and momentum are those of the outer step, Nesterov's SGD."""
+    step = torch.optim.SGD(model.parameters(), rate, momentum, nesterov=True)
+    local = importlib.import_module("torchft.local_sgd")
+    return local.DiLoCo(manager, [model], optimizer, step, period, use_bucketization=True)
+
+
 class TorchFT(Scheme):
     """Base of torchft's schemes: a replica of one process; the Lighthouse is in the driver."""
 
     def start(self) -> None:
-        self._manager_of = importlib.import_module("torchft.manager").Manager
-        self._group_of = importlib.import_module("torchft.process_group").ProcessGroupGloo
+        for module in ("manager", "process_group"):
+            importlib.import_module(f"torchft.{module}")
         self._local = importlib.import_module("torchft.local_sgd")
         self._syncs = self._committed = 0
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-
-        def load(state: dict[str, Any]) -> None:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-
-        self.manager = self._manager_of(
-            pg=self._group_of(TIMEOUT),
-            load_state_dict=load,
-            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            min_replica_size=LEAST,
-            use_async_quorum=False,
-            timeout=TIMEOUT,
-            quorum_timeout=QUORUM_TIMEOUT,
-            rank=0,
-            world_size=1,
-            store_addr=_HOST,
-            store_port=self._store.port,
-            lighthouse_addr=self.settings["lighthouse"],
-            replica_id=f"slot_{self.slot}",
-            hostname=_HOST,
-            init_sync=False,
-        )
+        self.manager = torchft_manager(
+            model, optimizer, self._store, self.settings["lighthouse"], f"slot_{self.slot}", _HOST,
+            LEAST, TIMEOUT, QUORUM_TIMEOUT,
+        )  # fmt: skip
         self._outer = self._made(model, optimizer)
         return optimizer
 
@@ -163,10 +183,7 @@ class TorchFTDiLoCo(TorchFT):
     """An outer step of Nesterov's SGD with the mean difference of all models, every PERIOD steps."""
 
     def _made(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        outer = torch.optim.SGD(model.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
-        return self._local.DiLoCo(
-            self.manager, [model], optimizer, outer, PERIOD, use_bucketization=True
-        )
+        return torchft_diloco(self.manager, model, optimizer, PERIOD, OUTER_RATE, OUTER_MOMENTUM)
 
 
 class Horovod(Scheme):
