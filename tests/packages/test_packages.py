@@ -24,16 +24,11 @@ HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 NOT_SHIPPED = {".gitignore", ".github/workflows/release.yml", ".github/workflows/tests.yml"}
 # They read the checkout: its documents, its sources, its set-up.
 OF_THE_CHECKOUT = (
-    "test_docs",
-    "test_troubleshooting",
-    "test_setup",
-    "test_cimports",
-    "test_doctor_findings",
-    "test_handshake",
-    "test_mutants",
-)
+    "test_budgets test_cimports test_docs test_doctor_findings test_formats test_handshake test_mutants "
+    "test_setup test_troubleshooting"
+).split()
 WITHOUT_TORCH = (
-    "test_agreement test_config test_errors test_kernels test_layout test_limits test_mixing test_strategies "
+    "test_agreement test_config test_errors test_kernels test_layout test_mixing test_strategies "
     "test_topology"
 ).split()
 
@@ -214,15 +209,8 @@ def test_wheel_in_an_empty_environment(wheel, lab_wheel, tests, tmp_path):
     here.checked("python", "-m", "hvd_adpsgd", "build-horovod")
     assert "fit:" in here.checked("python", "-m", "hvd_adpsgd", "doctor").splitlines()[-1]
 
-    quadratic = (
-        "horovodrun",
-        "-np",
-        "2",
-        "python",
-        tests / "examples" / "quadratic.py",
-        "--steps",
-        "50",
-    )
+    program = (tests / "examples" / "quadratic.py", "--steps", "50")
+    quadratic = ("horovodrun", "-np", "2", "python", *program)
     said = here.checked(*quadratic, HVD_ADPSGD_SUPER_LEARNER_SIZE="1")
     assert "2 learners, super learners: 2, steps: 50" in said
     left_out = [f"--ignore=tests/unit/{name}.py" for name in OF_THE_CHECKOUT]

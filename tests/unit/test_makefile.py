@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GIVEN = (
-    "CC",
-    "CFLAGS",
-    "CPPFLAGS",
-    "LDFLAGS",
-    "MPICC",
-    "TORCH",
-    "MAKEFLAGS",
-    "MFLAGS",
-    "MAKELEVEL",
-)
+GIVEN = "CC CFLAGS CPPFLAGS LDFLAGS MPICC TORCH MAKEFLAGS MFLAGS MAKELEVEL".split()
 
+HOROVOD, EXTENSION = "hvd_adpsgd/tools/build_horovod.py", "setup.py --quiet build_ext --inplace"
 # In place of the environment's Python: notes what it is called for, and with which variables.
 PYTHON = """#!/bin/sh
 echo "$* | $HOROVOD_GPU_OPERATIONS | $CFLAGS" >>"${0%.venv/*}called"
@@ -29,16 +20,9 @@ echo "$* | $HOROVOD_GPU_OPERATIONS | $CFLAGS" >>"${0%.venv/*}called"
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What the set-up reads, with an environment whose Python only takes notes."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("requirements.txt", "requirements-dev.txt"):
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in (
-        "hvd_adpsgd/tools/build_horovod.py",
-        "setup.py",
-        "pyproject.toml",
-        "lab/setup.py",
-        "lab/pyproject.toml",
-    ):
+    for name in (HOROVOD, "setup.py", "pyproject.toml", "lab/setup.py", "lab/pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     python = tmp_path / ".venv" / "bin" / "python"
@@ -61,9 +45,6 @@ def venv(tree: Path, **variables: str) -> list[str]:
     lines = called.read_text().splitlines() if called.exists() else []
     called.unlink(missing_ok=True)
     return [line.replace("-m pip --disable-pip-version-check ", "") for line in lines]
-
-
-HOROVOD, EXTENSION = "hvd_adpsgd/tools/build_horovod.py", "setup.py --quiet build_ext --inplace"
 
 
 def test_a_set_up_without_variables_is_made_once(tree: Path) -> None:
