@@ -7,7 +7,6 @@ of what each forward pass saw, of the parameters that each copy to the mirror mu
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.turns import Moves
 from hvd_adpsgd.training.devices import Device
 from hvd_adpsgd.training.staging import Staging
+from tests.gathers import Gathers, together
 from tests.lagging import Lagging, Scheduler
 
 SHAPES = [(7, 5), (), (0, 3), (40,), (6, 4), (3,)]
@@ -29,34 +29,17 @@ CHUNK_NBYTES = 64
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 
 
-class Node:
-    """A communicator of threads: what the learners of a super learner ask when they make their memory."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self.told: list[object] = [None] * size
-        self.barrier = threading.Barrier(size)
-
-    def member(self, rank: int) -> Member:
-        return Member(self, rank)
-
-
 class Member:
-    def __init__(self, node: Node, rank: int):
-        self.node, self.rank = node, rank
+    """What the learners of a super learner ask when they make their memory; they are threads."""
+
+    def __init__(self, gathers: Gathers, rank: int, size: int):
+        self.rank, self.size, self.allgather = rank, size, gathers.of(rank)
 
     def Get_size(self) -> int:
-        return self.node.size
+        return self.size
 
     def Get_rank(self) -> int:
         return self.rank
-
-    def allgather(self, value: object) -> list[object]:
-        self.node.told[self.rank] = value
-        self.node.barrier.wait(60)
-        told = list(self.node.told)
-        self.node.barrier.wait(60)
-        return told
 
     def bcast(self, value: object, root: int = 0) -> object:
         return self.allgather(value)[0]
@@ -293,18 +276,13 @@ COUNT = sum(int(np.prod(shape)) for shape in SHAPES)
 
 def make_node(values, dtype, size, seed, places, strided) -> list[Learner]:
     """The learners of a super learner, made together; `places`: by seed."""
-    node, made = Node(size), [None] * size
+    gathers = Gathers(size)
 
-    def make(rank: int) -> None:
-        place = places((seed << 8) + rank)
-        made[rank] = Learner(values, dtype, node.member(rank), place, strided)
+    def make(rank: int) -> Learner:
+        member = Member(gathers, rank, size)
+        return Learner(values, dtype, member, places((seed << 8) + rank), strided)
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return made
+    return together(make, range(size))
 
 
 def copy_every_fourth(memory: ShardMemory) -> None:

@@ -371,10 +371,8 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
 
 
 def test_super_learners_that_start_apart_are_told_so_once() -> None:
-    assert [facts["found"] for facts in refused()["started apart"]] == [[0, 0]] * 2 + [
-        [1, 0],
-        [0, 0],
-    ]
+    found = [facts["found"] for facts in refused()["started apart"]]
+    assert found == [[0, 0], [0, 0], [1, 0], [0, 0]]
 
 
 def test_groups_that_differ_between_super_learners_are_noticed_when_they_exchange() -> None:
@@ -386,39 +384,35 @@ def test_groups_that_differ_between_super_learners_are_noticed_when_they_exchang
     assert set(errors) == {"ModelMismatchError"}, said
 
 
-@pytest.mark.parametrize("case", ["disturbed_for_a_gradient", "broadcast_after_a_step"])
-def test_models_that_differ_for_a_while_are_no_forgotten_broadcast(case: str) -> None:
-    assert ["error" in facts for facts in refused()[case]] == [False] * 4
+CURES: dict[str, Facts] = {
+    "disturbed_for_a_gradient": {
+        "error": None
+    },  # no forgotten broadcast: models differ for a while
+    "broadcast_after_a_step": {"error": None},
+    "state_loaded_before_the_step": {"error": None},
+    "after a load": {"same": True},
+    "dropped and set": {"same": True},
+    "clipped after it": {"same": True},
+    "clipped and refused": {"kept": True},
+    "frozen and clipped": {"same": True, "kept": True},
+    "after one has clipped": {"same": True},
+    "after as many steps": {"same": True, "total": 4},
+    "wrapped_again": {"same": True, "retired": "NotInitializedError"},
+    "plain one stepped": {
+        "found": ["UnsupportedOptimizerError"] * 2,
+        "kept": True,
+        "hooks": [1, 1],
+        "rate": pytest.approx(0.1 * 0.5**2),
+    },
+}
 
 
-def test_a_state_may_be_loaded_between_backward_and_step() -> None:
-    assert ["error" in facts for facts in refused()["state_loaded_before_the_step"]] == [False] * 4
-    assert [facts["same"] for facts in refused()["after a load"]] == [True] * 4
-
-
-@pytest.mark.parametrize(
-    ("case", "found"),
-    [
-        ("dropped and set", {"same": True}),
-        ("clipped after it", {"same": True}),
-        ("clipped and refused", {"kept": True}),
-        ("frozen and clipped", {"same": True, "kept": True}),
-        (
-            "plain one stepped",
-            {
-                "found": ["UnsupportedOptimizerError"] * 2,
-                "kept": True,
-                "hooks": [1, 1],
-                "rate": pytest.approx(0.1 * 0.5**2),
-            },
-        ),
-    ],
-)
-def test_the_cure_of_a_wrong_use_works(case: str, found: Facts) -> None:
+@pytest.mark.parametrize("case", CURES)
+def test_the_cure_of_a_wrong_use_works(case: str) -> None:
     said = refused()[case]
     assert len(said) == 4
     for facts in said:
-        assert {key: facts[key] for key in found} == found
+        assert {key: facts.get(key) for key in CURES[case]} == CURES[case]
 
 
 def test_what_one_learner_does_to_gradients_is_an_error_of_its_super_learner() -> None:
@@ -426,12 +420,6 @@ def test_what_one_learner_does_to_gradients_is_an_error_of_its_super_learner() -
     assert ["4 parameters got no gradient" in facts["text"] for facts in said] == [0, 1, 0, 1], said
     for mate, facts in ((1, said[0]), (3, said[2])):
         assert f"learner {mate}, of the same super learner, changed gradients" in facts["text"]
-    assert [facts["same"] for facts in refused()["after one has clipped"]] == [True] * 4
-
-
-def test_a_step_that_was_missing_may_be_made_after_the_error() -> None:
-    for facts in refused()["after as many steps"]:
-        assert facts["same"] and facts["total"] == 4, facts
 
 
 def test_who_waits_for_a_closed_optimizer_is_told() -> None:
@@ -485,12 +473,6 @@ def test_model_that_is_not_finite_stays_out_once_it_is_found() -> None:
     # of 3 LOOKS steps, of which the first LOOKS may not look at the chunk
     assert counts[0] == counts[1] and 2 * LOOKS < counts[0] <= 3 * LOOKS and counts[2:] == [0, 0]
     assert all(facts["finite"] and facts["same"] for facts in said)
-
-
-def test_wrapping_the_model_anew_is_the_cure() -> None:
-    for facts in refused()["wrapped_again"]:
-        assert facts["same"], facts
-        assert facts["retired"] == "NotInitializedError"
 
 
 def test_tensors_that_changed_are_named() -> None:
