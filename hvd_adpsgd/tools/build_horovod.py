@@ -252,9 +252,7 @@ def check_packages() -> None:
 
 def check_make() -> None:
     if shutil.which("make", path=search_path()) is None:
-        raise BuildError(
-            "make not found. Install it (Debian, Ubuntu: apt install build-essential)."
-        )
+        raise BuildError("make not found. Install it (Debian: apt install build-essential).")
 
 
 # --- the build -----------------------------------------------------------------------------------
