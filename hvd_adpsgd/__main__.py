@@ -1,7 +1,5 @@
 """The command `python -m hvd_adpsgd`: start a job, watch it, check the environment, build Horovod."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

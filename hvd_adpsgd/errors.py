@@ -5,8 +5,6 @@ All exceptions derive from `AdpsgdError`, and from the builtin exception that a 
 Messages have four parts: what is wrong, where, the value against its bound, the cure.
 """
 
-from __future__ import annotations
-
 __all__ = [
     "AdpsgdError",
     "AlreadyInitializedError",

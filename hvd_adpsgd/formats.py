@@ -4,8 +4,6 @@ The option wire_dtype and its help, reports, the simulator and the choice of `wi
 the rows; tests/unit/test_formats.py compares the compiled engine with them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 AUTO = "auto"  # in place of a name: each super learner chooses among CHOSEN

@@ -1,7 +1,5 @@
 """The one way to wait for an event that no thread, socket or condition announces."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The devices lag behind the host (`OnLagging`), or are GPUs (tests/gpu). The jobs
 of what each forward pass saw, of the parameters that each copy to the mirror must hold.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Checks, before an operation over all learners, that all learners call the same one with equal arguments."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple

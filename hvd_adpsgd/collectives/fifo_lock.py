@@ -1,7 +1,5 @@
 """FifoLock: runs the operations that several threads of a process request in the order of their requests."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ mpi4py does not keep the buffers of a non-blocking collective alive. The caller 
 until the request completes; with a temporary array MPI reads or writes freed memory, without an error.
 """
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -14,8 +14,6 @@ connection of a parent that was killed: its peers would believe that it lives. S
 socket is made, and handed to the engine, under a lock that fork waits for, so that the child knows it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -15,8 +15,6 @@ With shards (model_memory.py) every learner is the leader of its own shard: its 
 with the threads of its counterparts, the learners with the same inner rank in the other super learners.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import math

@@ -1,7 +1,5 @@
 """Turns MPI's exceptions into this library's, and tells whether processes survive a peer's failure (ULFM)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

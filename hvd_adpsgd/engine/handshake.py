@@ -17,8 +17,6 @@ A proof is an HMAC-SHA256 over a word for its side too, so that neither side's p
 Fresh nonces make a recorded proof worthless. Each message has a fixed length; nothing is read beyond it.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import struct

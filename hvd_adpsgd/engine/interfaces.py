@@ -1,7 +1,5 @@
 """Chooses the network address of this host to which other engines connect."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

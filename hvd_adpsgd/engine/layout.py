@@ -5,8 +5,6 @@ parameter group. A new part never changes the chunks of earlier parts, so two su
 more parts can still average the chunks of the parts that both have.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Shared memory between leaders on one host: each maps the others' models and outboxes (differences)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The states of a peer super learner: alive, suspect, left, failed."""
 
-from __future__ import annotations
-
 import enum
 
 

@@ -1,7 +1,5 @@
 """Averaging for which steps wait: rounds of pairs of super learners, or means over all super learners."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

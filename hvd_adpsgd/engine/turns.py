@@ -1,7 +1,5 @@
 """How often a step copies a chunk without a correction from the parameters to the engine (mirror)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 `hvd_adpsgd.inner.horovod` has the names of `horovod.torch`, from the one or the other.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

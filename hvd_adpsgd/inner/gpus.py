@@ -1,7 +1,5 @@
 """CUDA tensors inside a super learner: whether NCCL or Gloo moves them; how NCCL's operations are aborted."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

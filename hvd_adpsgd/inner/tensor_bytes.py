@@ -1,7 +1,5 @@
 """The memory of a tensor: its bytes, as they travel between learners, and an array that lends the memory."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A torch.distributed process group of the super learner: for DDP, FSDP2 and scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any

@@ -3,8 +3,6 @@
 from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator as Accelerator
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

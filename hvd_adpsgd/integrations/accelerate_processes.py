@@ -5,8 +5,6 @@ over all learners. `join_learners` makes its state before that: ranks and sizes 
 distribution is one that Accelerate does not know, so it wraps no model and calls no torch.distributed.
 """
 
-from __future__ import annotations
-
 import enum
 import os
 

@@ -3,8 +3,6 @@
 Importing this module registers "hadpsgd". Lightning starts no process: a launcher of this library does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

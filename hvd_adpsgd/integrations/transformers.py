@@ -6,8 +6,6 @@ in place of Trainer and TrainingArguments. What is evaluated, saved and left beh
 the super learners' models. The Trainer waits for the slowest learner where it evaluates and saves.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import cached_property

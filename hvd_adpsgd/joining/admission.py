@@ -1,7 +1,5 @@
 """`hvd.admit`: super learners that replace failed ones, and additional ones, join a running job."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

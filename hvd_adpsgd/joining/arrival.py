@@ -1,7 +1,5 @@
 """hvd.admit on a joining super learner, which has made ready and waits for the job's learners."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Callbacks of the script on changes of the job's learners."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

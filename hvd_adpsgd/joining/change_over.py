@@ -1,7 +1,5 @@
 """How a learner changes over to new connections and engines, which include a joining super learner."""
 
-from __future__ import annotations
-
 import logging
 
 from hvd_adpsgd.engine.engine import Engine

@@ -10,8 +10,6 @@ all members switch to new engines, which include the joining super learner, or a
     goes_over all voted yes, and no member was lost     received  it has the model, and trains
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from enum import Enum, auto
 

@@ -5,8 +5,6 @@ and of averaged moments, and one counterpart's part of the optimizer's state. No
 parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The state that a joining super learner receives, and the settings that it must share with the job."""
 
-from __future__ import annotations
-
 import bisect
 import io
 import itertools

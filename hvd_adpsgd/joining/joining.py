@@ -5,8 +5,6 @@ the script   builds its model, wraps its optimizer
 hvd.admit    waits until the job's learners next call hvd.admit; then all learners make new connections
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -11,8 +11,6 @@ Objects travel pickled, and only after both sides have proved that they know the
 connections whose proof has not arrived are open at once: one more closes the oldest of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -24,8 +24,6 @@ HERE, or is a mate of a leader, is waited for in the meeting. If the leader that
 A message about a meeting that is over means nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Whether learners meet in hvd.admit, if its calls do not wait for each other."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Collection, Mapping

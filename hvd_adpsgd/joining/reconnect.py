@@ -6,8 +6,6 @@ relayed over the connection of the joining super learner to one learner of the j
 present connections stay untouched: if a learner fails before it, the job keeps its connections and engines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

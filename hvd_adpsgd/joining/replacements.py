@@ -6,8 +6,6 @@ learners on another host. If the network is
 cut, the smaller side starts no replacements.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Importing this module starts nothing; `init` loads MPI.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

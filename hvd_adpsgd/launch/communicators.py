@@ -1,7 +1,5 @@
 """Makes the communicators of learners: over MPI, which this module starts, or without MPI over sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

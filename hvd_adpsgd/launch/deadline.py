@@ -1,7 +1,5 @@
 """The deadline of a call of hvd.init(), common to all of its waits for other processes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Gives the Horovod world of each super learner a HOROVOD_TIMELINE file of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

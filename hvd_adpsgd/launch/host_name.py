@@ -1,7 +1,5 @@
 """Whether this host's own name resolves to an IPv4 address."""
 
-from __future__ import annotations
-
 import socket
 
 

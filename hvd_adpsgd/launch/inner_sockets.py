@@ -4,8 +4,6 @@ A forked child (a worker of a DataLoader) inherits them; as long as it holds the
 not see this learner end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

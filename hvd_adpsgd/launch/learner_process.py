@@ -6,8 +6,6 @@ learner, and what it has started. What the learner reports (see notify_launcher)
 begin with a mark.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Starts the torch backend of a super learner, over any launcher: its learners know each other already."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import logging

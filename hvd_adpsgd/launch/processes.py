@@ -1,7 +1,5 @@
 """Processes started without MPI: their environment variables, and what they report to the launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ srun                                        SLURM_PROCID, SLURM_STEP_NUM_TASKS; 
                                             on the first host
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """torch.distributed's process group of this super learner, for DistributedDataParallel and the script."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

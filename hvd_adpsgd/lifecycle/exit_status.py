@@ -1,7 +1,5 @@
 """Exit statuses of learners and of jobs; this module imports the standard library only."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@
 Collectives, shutdown, replacement and the public queries read the Membership; the first three also update it.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence

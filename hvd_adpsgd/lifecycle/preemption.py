@@ -21,8 +21,6 @@ SIGTERM to a learner that is in shutdown() has no effect, because shutdown() ret
 its barrier the learner may be in MPI_Finalize, and then a call of MPI by this thread would abort the job.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

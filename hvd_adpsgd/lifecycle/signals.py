@@ -1,7 +1,5 @@
 """Signals to which a thread of this process reacts, even while the main thread is blocked."""
 
-from __future__ import annotations
-
 import os
 import signal
 

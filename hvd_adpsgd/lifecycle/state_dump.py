@@ -10,8 +10,6 @@ Sources read what other threads write, without locks: the file is for people, an
 from different moments.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """in_thread: runs a function on a daemon thread, for which Python does not wait at exit."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -10,8 +10,6 @@ not completed the memory is not used again (see Sharing): a learner that was sto
 declared failed, may still write to it.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import itertools

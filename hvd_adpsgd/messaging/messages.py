@@ -11,8 +11,6 @@ number of its attempt in its tag. A message of an attempt that is over is receiv
 next attempt is kept. There are no messages of later attempts, because a decision needs all votes.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import defaultdict, deque

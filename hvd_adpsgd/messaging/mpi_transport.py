@@ -1,7 +1,5 @@
 """Transports, which move point-to-point messages of learners: over MPI here, over sockets in `sockets`."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -4,8 +4,6 @@ Both schedules store the initial rate of every parameter group and compute each 
 from the last one: a resumed run has bitwise the same rates.
 """
 
-from __future__ import annotations
-
 import math
 import numbers
 from typing import Any, Literal

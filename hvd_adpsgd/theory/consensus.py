@@ -1,7 +1,5 @@
 """The distance of models from their mean, estimated from the distances in exchanges."""
 
-from __future__ import annotations
-
 import math
 
 from hvd_adpsgd.errors import TopologyError

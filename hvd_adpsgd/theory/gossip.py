@@ -6,8 +6,6 @@ Legend: n super learners, models x_i, mean m, weights 1/2; in one unit of time e
 in `rate` exchanges.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ numbers).
 Legend: n super learners, outer ranks i in [0, n), round k >= 0.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

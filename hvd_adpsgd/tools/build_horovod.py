@@ -12,8 +12,6 @@ For a build with GPUs set the variables that Horovod documents (HOROVOD_GPU_OPER
 HOROVOD_CUDA_HOME, ...): they are passed on to Horovod's setup.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ broadcast_parameters are over all learners of the job; the other operations of H
 super learner. Importing this module starts neither MPI nor Horovod; `init` does.
 """
 
-from __future__ import annotations
-
 from hvd_adpsgd.torch.requirements import require_torch_and_horovod
 
 # Before the imports below, which would fail with errors that do not say what to install.

@@ -3,8 +3,6 @@
 Source: Maleki et al., arXiv:2006.02924.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

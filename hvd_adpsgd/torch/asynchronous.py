@@ -6,8 +6,6 @@ learners, also blocking ones; this order must be the same on all learners. The s
 before `synchronize`, as in Horovod.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import queue

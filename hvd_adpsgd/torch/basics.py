@@ -1,7 +1,5 @@
 """init, shutdown, ranks and sizes of this learner, and the process sets of operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hvd_adpsgd.config import Config

@@ -4,8 +4,6 @@ TorchState, ElasticSampler and run raise InnerOnlyError with several super learn
 synchronizes the learners of one super learner only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

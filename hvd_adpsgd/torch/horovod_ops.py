@@ -3,8 +3,6 @@
 With several super learners these operations need `process_set=hvd.super_learner`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

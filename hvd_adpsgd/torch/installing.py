@@ -1,7 +1,5 @@
 """Puts this library in the place of `horovod.torch`, for libraries that import that module themselves."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

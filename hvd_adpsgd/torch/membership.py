@@ -1,7 +1,5 @@
 """Failed ranks, the coordinator, what collectives do after a failure."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

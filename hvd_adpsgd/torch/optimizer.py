@@ -7,8 +7,6 @@ below. One step is
     super learners Averaging.finish_step: apply the corrections of the last exchanges, offer the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

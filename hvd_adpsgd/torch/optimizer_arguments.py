@@ -1,7 +1,5 @@
 """Arguments of DistributedOptimizer: checks that need no message, and the AveragingSpec made of them."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Iterable

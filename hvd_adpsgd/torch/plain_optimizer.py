@@ -1,7 +1,5 @@
 """Steps in a job of one super learner: Horovod's, and checks that torch's users expect."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import weakref

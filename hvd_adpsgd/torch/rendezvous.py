@@ -1,7 +1,5 @@
 """The rendezvous store of processes that torchrun or a similar launcher has started: torch's TCPStore."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Checks, before torch and Horovod are imported, that both are installed; errors name the install command."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib import metadata

@@ -1,7 +1,5 @@
 """What exchanges cost a super learner, and how much they move: exchange_share="auto", wire_dtype="auto"."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

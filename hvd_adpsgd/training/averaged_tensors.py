@@ -1,7 +1,5 @@
 """The tensors that an optimizer averages; the engine reads and corrects them in place, or through copies."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The averaging of one optimizer: the order of what a step does, from gradients to the offer of the model."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """What a checkpoint holds of an optimizer's Averaging, besides the model and the optimizer's own state."""
 
-from __future__ import annotations
-
 import logging
 import operator
 from typing import Any

@@ -5,8 +5,6 @@ waits in `Event.wait` only. `KINDS` has a class for each type of torch device th
 host; tensors of all other types are on a `Host`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable

@@ -5,8 +5,6 @@ skips. Nothing brings such models together again, and means are those of the lea
 compared where a mean is taken, by the sums of their parameters (see first_models).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

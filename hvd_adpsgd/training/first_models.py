@@ -11,8 +11,6 @@ Sums of n independent numbers of size s differ by s sqrt(2n), which is about the
 rounding leaves of a change that a script has taken back is 10^7 times smaller.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ changes gradients before step() (clip, unscale, log, zero) handles the same valu
 gradient is missing then (unused parameters, several backward passes), synchronize() or step() waits instead.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from types import FrameType

@@ -1,7 +1,5 @@
 """Operations inside a super learner, as the script calls them, end with the error of its learners."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

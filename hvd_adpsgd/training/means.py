@@ -1,7 +1,5 @@
 """Means of tensors over super learners: of the leaders' tensors, or of the parts that counterparts hold."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

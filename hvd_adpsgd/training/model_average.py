@@ -1,7 +1,5 @@
 """The exact mean of the super learners' models, for evaluation and for the final checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

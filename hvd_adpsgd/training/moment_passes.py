@@ -3,8 +3,6 @@
 Contiguous tensors in host memory take the compiled loops of ext/c/moments.c, one pass each; others torch's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

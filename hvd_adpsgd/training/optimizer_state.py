@@ -6,8 +6,6 @@ torch's `load_state_dict` replaces all of these objects, in one of the two optim
 old references would have no effect any more. So loading here writes the values into the present objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

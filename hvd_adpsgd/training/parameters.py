@@ -1,7 +1,5 @@
 """The averaged torch tensors of an optimizer, and their memory addresses for the engine's loops."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

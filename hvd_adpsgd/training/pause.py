@@ -1,7 +1,5 @@
 """Pauses of averaging, in which no exchange runs: for exact means, checkpoints and joining super learners."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence

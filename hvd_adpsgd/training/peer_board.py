@@ -1,7 +1,5 @@
 """What the learners of a super learner know of each other's operations in torch: a table in shared memory."""
 
-from __future__ import annotations
-
 from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.launch.world import World

@@ -1,7 +1,5 @@
 """The Averaging of each optimizer in this process: registered with shutdown, SIGTERM and collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

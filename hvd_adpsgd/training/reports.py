@@ -1,7 +1,5 @@
 """Metrics of this learner's optimizers (`hvd.metrics`), and their section of its state file (SIGUSR1)."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

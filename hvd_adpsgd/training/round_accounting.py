@@ -1,7 +1,5 @@
 """Phases of a training step, and the number of rounds that peers still wait for; pure computation."""
 
-from __future__ import annotations
-
 import enum
 
 

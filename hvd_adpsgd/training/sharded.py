@@ -4,8 +4,6 @@ A learner averages its part with its counterparts, the learners with the same in
 learners. No learner holds the whole model.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence

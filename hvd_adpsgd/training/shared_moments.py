@@ -12,8 +12,6 @@ is the second moment of the mean gradient, without an all-reduce. First moments 
 parameters. What an exchange adds to m_i tells m_j.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

@@ -5,8 +5,6 @@ of other super learners. An operation over all learners waits for all of them. W
 step for another one that waits in an operation for the first, both raise CollectiveMismatchError.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection

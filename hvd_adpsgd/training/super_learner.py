@@ -1,7 +1,5 @@
 """The learners of one super learner; turns the failure of one of them into a LearnerFailedError."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Checks whether an optimizer can be wrapped by hvd.DistributedOptimizer; the errors name alternatives."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 All learners of a super learner apply the same update to bitwise equal tensors, so their models stay equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """What is watched of training: the counters of the averaging that runs, and the thread that reports them."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

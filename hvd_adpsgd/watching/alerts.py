@@ -1,7 +1,5 @@
 """Alerts: finds problems of a run in its reports; a problem is reported once, and again if it returns."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

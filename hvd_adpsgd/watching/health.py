@@ -1,7 +1,5 @@
 """Which super learners are hung or slow, by their reports: one definition, for alerts and tables."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Serves the newest report of each super learner to Prometheus; grafana.json is the dashboard of Grafana."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

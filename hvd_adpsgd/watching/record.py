@@ -11,8 +11,6 @@ A file of reports grows with the logarithm of the run's time: reports become rar
 that is truncated.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

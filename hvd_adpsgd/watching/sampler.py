@@ -1,7 +1,5 @@
 """Computes reports from the counters of a leader: rates and shares of time over the last 10 seconds."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

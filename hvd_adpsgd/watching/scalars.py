@@ -1,7 +1,5 @@
 """Scalars that the script logs (hvd.log), by name, on this learner."""
 
-from __future__ import annotations
-
 import logging
 import math
 import numbers

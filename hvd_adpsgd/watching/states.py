@@ -1,7 +1,5 @@
 """States of super learners as one leader sees them: changes are events; they decide which leader speaks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from hvd_adpsgd.engine.peers import PeerState

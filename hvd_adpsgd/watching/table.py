@@ -1,7 +1,5 @@
 """A table of a run, from its record: one row per super learner, with its current state."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

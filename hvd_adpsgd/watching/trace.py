@@ -7,8 +7,6 @@ All learners' times are on one clock, so that Perfetto shows several files toget
 torch; clocks are arguments.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Optimizers are wrapped after a loss, and while somebody is lost."""
 
-from __future__ import annotations
-
 import random
 import signal
 

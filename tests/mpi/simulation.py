@@ -4,8 +4,6 @@ Models are rows of W, one per super learner. Gradients are those of programs/sch
 so that a few elements stand for the whole model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 

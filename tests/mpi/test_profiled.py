@@ -1,7 +1,5 @@
 """Marks of the parts of a step, in traces of the learners and of torch's profiler."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

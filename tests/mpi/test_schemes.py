@@ -3,8 +3,6 @@
 Each launch runs many cases (programs/schemes.py), and the tests look at what the learners were.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The worlds: who is where, what is refused, and that leaving ends."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -3,8 +3,6 @@
 Its tools come from the package index, and the scripts that it ships from npm's.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from html.parser import HTMLParser

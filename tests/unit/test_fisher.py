@@ -1,7 +1,5 @@
 """The online Fisher estimate against dense matrices: every invariant of its law."""
 
-from __future__ import annotations
-
 import io
 import math
 

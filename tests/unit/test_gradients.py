@@ -1,7 +1,5 @@
 """What becomes of gradients between backward() and step(), and where the learners of a super learner are."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """The LSTM that shows its gates: equal to torch.nn.LSTM, and preconditioned as its rows say."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """NaturalGradientSGD on modules: gradients against preconditioned rows, bounds, hooks, states."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

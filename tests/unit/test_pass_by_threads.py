@@ -1,7 +1,5 @@
 """The pass over a model by several threads."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

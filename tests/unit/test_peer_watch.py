@@ -1,7 +1,5 @@
 """When a learner waits in torch for a local peer that cannot come, and when it may not say so."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import SimpleNamespace

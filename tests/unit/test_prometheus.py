@@ -1,7 +1,5 @@
 """Metrics for Prometheus: which, at which address, and what Grafana asks of them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Schedules against sequences worked out by hand."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

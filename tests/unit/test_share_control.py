@@ -1,7 +1,5 @@
 """The law of exchange_share="auto" against plants that know what an exchange costs, with seeded noise."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

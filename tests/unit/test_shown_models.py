@@ -1,7 +1,5 @@
 """Models that peers on the host read where they lie: the difference of a pair, computed once."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

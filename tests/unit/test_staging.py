@@ -4,8 +4,6 @@ Each learner has devices of its own, whose operations are done late and in a see
 Where a GPU needs an event they need it too: without it an operation comes too early.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Plans never ask oneself, all super learners agree, lock-step matrices keep the mean."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pickle

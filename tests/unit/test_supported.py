@@ -1,7 +1,5 @@
 """What is refused at wrapping, and what looks like it and is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

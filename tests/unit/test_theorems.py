@@ -1,7 +1,5 @@
 """The closed forms of tests/theorems.py against brute force: enumeration, and simulation with seeds."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

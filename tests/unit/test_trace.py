@@ -1,7 +1,5 @@
 """The timeline: valid JSON at any time, bounded, and on one clock with other learners'."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """Who is told that a script is synchronous, and of which line; without learners."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports in messages, rates from counters, alerts, and the record: bounded, readable, whole in time."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

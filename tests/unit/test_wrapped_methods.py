@@ -1,7 +1,5 @@
 """Wrapped optimizers on one learner: their hooks, methods that accept what the user's class accepts."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

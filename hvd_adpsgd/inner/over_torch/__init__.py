@@ -10,8 +10,6 @@ Learners announce operations by name and in any order, as in Horovod: autograd d
 the same order everywhere, torch.distributed needs the same order everywhere.
 """
 
-from __future__ import annotations
-
 # ruff: noqa: F403
 from hvd_adpsgd.inner.over_torch import compression, sync_batch_norm
 from hvd_adpsgd.inner.over_torch.compression import Compression

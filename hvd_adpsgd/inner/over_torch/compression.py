@@ -1,7 +1,5 @@
 """Compression of gradients and of tensors for an allreduce inside a super learner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """horovod.torch.elastic, which only Horovod has: its names raise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

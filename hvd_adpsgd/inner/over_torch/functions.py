@@ -1,7 +1,5 @@
 """Operations of horovod.torch on parameters, optimizers and objects, inside a super learner."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

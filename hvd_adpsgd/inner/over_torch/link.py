@@ -1,7 +1,5 @@
 """Connections between the first learner of a super learner and its other learners: JSON messages over TCP."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

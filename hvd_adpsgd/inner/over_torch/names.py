@@ -1,7 +1,5 @@
 """Constants, classes and queries of horovod.torch that need no communication."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

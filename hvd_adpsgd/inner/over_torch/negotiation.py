@@ -1,7 +1,5 @@
 """The two threads of each learner: one agrees with its super learner on what runs next, one runs it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

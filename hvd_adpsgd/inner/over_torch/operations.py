@@ -1,7 +1,5 @@
 """Horovod's operations on tensors, inside a super learner. Arguments and results are Horovod's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

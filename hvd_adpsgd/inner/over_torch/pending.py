@@ -1,7 +1,5 @@
 """Operations that a learner has announced, and the handles by which a script waits for them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What only Horovod has: these names raise, and say how to have Horovod inside."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from hvd_adpsgd.errors import MissingRequirementError

@@ -5,8 +5,6 @@ learner has announced it, and all learners begin operations in the same order. A
 join() counts as having announced every allreduce, with zeros. This module has neither threads nor sockets.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """SyncBatchNorm over the learners of a super learner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

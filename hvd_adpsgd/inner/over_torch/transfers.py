@@ -3,8 +3,6 @@
 Where learners share a GPU Gloo moves CUDA tensors, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The super learner of this process: start, shutdown, ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 `OnlineFisher` the estimate of a Fisher matrix.
 """
 
-from __future__ import annotations
-
 from hvd_adpsgd.optim.natural_gradient.fisher import OnlineFisher
 from hvd_adpsgd.optim.natural_gradient.lstm import LSTM
 from hvd_adpsgd.optim.natural_gradient.optimizer import NaturalGradientSGD

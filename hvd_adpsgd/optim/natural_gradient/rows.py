@@ -5,8 +5,6 @@ map X is in memory, except for its column of ones. For a convolution X is the un
 as large as the input itself: there the three products are computed by convolutions.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

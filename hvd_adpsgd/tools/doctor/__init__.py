@@ -1,7 +1,5 @@
 """Checks whether this environment is fit for training: one line per check, with the cure if it fails."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Pure functions of the doctor: each turns measured facts into a Finding, without looking at the machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hosts of a job: parses lists of hosts as Horovod does, and runs the doctor's checks on them over ssh."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The doctor's test job: learners start, one kills itself, the others must continue."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

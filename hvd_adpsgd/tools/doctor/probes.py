@@ -1,7 +1,5 @@
 """Measurements of the doctor, from files and from programs with a time limit; findings.py judges them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

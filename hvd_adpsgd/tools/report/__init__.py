@@ -4,8 +4,6 @@ python -m hvd_adpsgd report FOLDER [-o FILE]     FOLDER: the run's HVD_ADPSGD_RE
                                                  FILE: to write (default: FOLDER/report.html)
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

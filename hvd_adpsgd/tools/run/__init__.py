@@ -5,8 +5,6 @@ learners failed and others trained to the end, or if all left; 128 + n if signal
 Otherwise it is the status of the first learner that failed, 128 + n if signal n killed it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

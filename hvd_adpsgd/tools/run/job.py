@@ -1,7 +1,5 @@
 """A job of the launcher, from its start to its exit status."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

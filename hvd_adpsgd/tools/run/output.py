@@ -1,7 +1,5 @@
 """What the learners write: read by lines, written with their ranks; and the lines of the launcher itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Serves the page of a run to browsers of this host, from the run's record."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -5,8 +5,6 @@ learners they use point-to-point messages: all learners first compare their call
 error on all learners instead of a hang, and failed learners are left out.
 """
 
-from __future__ import annotations
-
 from hvd_adpsgd.torch.basics import global_process_set
 from hvd_adpsgd.torch.collectives.barriers import barrier, join
 from hvd_adpsgd.torch.collectives.broadcasts import (

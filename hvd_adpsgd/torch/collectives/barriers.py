@@ -1,7 +1,5 @@
 """Collectives `barrier` and `join` over all learners."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collective `broadcast` over all learners, also of parameters, optimizer states and objects."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

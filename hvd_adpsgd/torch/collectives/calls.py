@@ -1,7 +1,5 @@
 """Helpers of operations over all learners: checks of arguments, descriptions of tensors, running a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 

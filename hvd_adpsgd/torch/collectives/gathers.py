@@ -1,7 +1,5 @@
 """Collective `allgather` over all learners, with its grouped and object forms."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

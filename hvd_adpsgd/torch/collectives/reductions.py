@@ -1,7 +1,5 @@
 """Collective `allreduce` over all learners, with its grouped and in-place forms."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
