@@ -256,8 +256,6 @@ class Collectives:
         )
         return [told[rank] for rank in self.ranks]
 
-    # ---- between operations -------------------------------------------------------------------
-
     def confer(
         self,
         doing: str,
@@ -345,8 +343,6 @@ class Collectives:
         """Note that other learners know these ranks as `finished`."""
         self._finished.update(ranks)
 
-    # ---- operations and steps -----------------------------------------------------------------
-
     @contextlib.contextmanager
     def blocking(self) -> Iterator[None]:
         """Context manager in which this thread waits for an operation: it makes no step before that ends."""
@@ -421,8 +417,6 @@ class Collectives:
             self._finish_interrupted(time.monotonic() + _TOGETHER_S)
         return error
 
-    # ---- leaving ------------------------------------------------------------------------------
-
     def announce_departure(self, ranks: Collection[int]) -> None:
         """Notify all other learners that the learners of `ranks` leave in order; callable on any thread."""
         self.messages.announce_departure(
@@ -454,8 +448,6 @@ class Collectives:
         left = self._left_in_order()
         self._membership.note_left(left)
         return left
-
-    # ---- attempts -----------------------------------------------------------------------------
 
     def leave(self, why: AdpsgdError) -> None:
         """Make later operations on this learner, and one that it waits in, raise an error like `why`.
@@ -630,8 +622,6 @@ class Collectives:
                 'hvd.on_failure says "raise". Save the model and restart, or continue with the others '
                 'inside `with hvd.on_failure("continue")`.'
             )
-
-    # ---- which learners are left --------------------------------------------------------------
 
     @contextlib.contextmanager
     def instead(self, on_failure: str) -> Iterator[None]:

@@ -167,8 +167,6 @@ class Connections:
             "(ulimit -n) and of processes (ulimit -u)."
         )
 
-    # ---- meeting -------------------------------------------------------------------------
-
     def meet(self, gather: Callable[[Any], list[Any]]) -> None:
         """Listen on an address of this host, and learn the addresses of all other ends; close on any error.
 
@@ -236,8 +234,6 @@ class Connections:
             return _Address("", 0, 0, f"listening on {address}: {error}")
         return _Address(address, self._listener.getsockname()[1], self._incarnation)
 
-    # ---- the thread ----------------------------------------------------------------------
-
     def _main(self) -> None:
         while not self._closing.is_set():
             serving = self._serve()
@@ -288,8 +284,6 @@ class Connections:
                 os.close(handle)
             raise
 
-    # ---- sockets -------------------------------------------------------------------------
-
     def _shake(self, make: Callable[[], socket.socket]) -> socket.socket:
         """Return a new non-blocking socket, which a forked child closes."""
         with _forks:
@@ -322,8 +316,6 @@ class Connections:
             *(self._kind, self._rank, os.strerror(error.errno)),
             resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         )
-
-    # ---- accepting -----------------------------------------------------------------------
 
     async def _accept(self) -> None:
         listener = self._listener
@@ -388,8 +380,6 @@ class Connections:
         if (hello.called, hello.called_incarnation) != (self._rank, self._incarnation):
             raise Refused("another engine listens at this port")
         return hello
-
-    # ---- dialing -------------------------------------------------------------------------
 
     def _take_dials(self) -> None:
         """Dial the peers that the engine asks for; the engine repeats a request until it has a connection."""
@@ -477,8 +467,6 @@ class Connections:
         await loop.sock_sendall(connection, hello.answer(self._secret, reply))
         if await _read(connection, len(WELCOME)) != WELCOME:
             raise ConnectionResetError("the other end has not accepted the handshake")
-
-    # ---- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
         """Send the remaining messages, for at most 0.5 s, then end the thread and close all connections.

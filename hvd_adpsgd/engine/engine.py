@@ -127,8 +127,6 @@ class Engine:
         self._stopping = threading.Lock()
         self._announcing = threading.Lock()  # models on devices are offered from another thread
 
-    # ---- set-up and tear-down ------------------------------------------------------------
-
     def _make_wire(self) -> AnyWire:
         if self.config.wire == "tcp":
             rank, size = self._outer.Get_rank(), self._outer.Get_size()
@@ -257,8 +255,6 @@ class Engine:
         self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
         self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
 
-    # ---- the step --------------------------------------------------------------------------
-
     def publish(self, step: int) -> None:
         """Let this super learner's learners read the corrections that exchanges have computed; once per step.
 
@@ -370,8 +366,6 @@ class Engine:
         turns = leaves_out(self._plan, config)
         self.memory.moving(Moves(share, config.exchanges_per_step) if turns else None)
 
-    # ---- failures ----------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise the fatal failure that the engine's thread has stored, if there is one."""
         if self.loop is None:
@@ -402,8 +396,6 @@ class Engine:
         spread = dict(zip(self._members, values, strict=True))
         return [spread.get(peer, absent) for peer in range(len(self._names))]
 
-    # ---- reports -----------------------------------------------------------------------------
-
     def send_report(self, text: bytes) -> None:
         """Send a report of this super learner to all others by gossip, so with a delay (leader only).
 
@@ -418,8 +410,6 @@ class Engine:
         if (loop := self.loop) is None:
             return {}
         return {self._members[rank]: report for rank, report in loop.reports().items()}
-
-    # ---- numbers -----------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
         """Return the engine's metrics (ExchangeMetrics); zeros on non-leaders; last ones after `release`."""

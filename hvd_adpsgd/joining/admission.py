@@ -149,9 +149,6 @@ def listener() -> str:
     return candidates.listener(worlds.current())
 
 
-# ---- on learners of the job --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Coming:
     """What a learner reports to all others of a joining super learner that it has started or that asked it.

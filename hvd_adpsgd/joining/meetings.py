@@ -176,8 +176,6 @@ class Meetings:
         for kept in (self._answers, self._callers, self._told, self._in):
             kept.clear()
 
-    # ---- what others say --------------------------------------------------------------------------
-
     def _hear(
         self, now: float, others: Collection[int], heard: Iterable[tuple[int, Said]]
     ) -> Messages:
@@ -210,8 +208,6 @@ class Meetings:
         elif what.word == Word.BEGIN:
             self._begins = True
         return []
-
-    # ---- questions and answers --------------------------------------------------------------------
 
     def _seek(self, now: float, wants: bool, first: bool, clock: float) -> Messages:
         """Ask if there is a reason; when all have answered lately, call them together."""
@@ -249,8 +245,6 @@ class Meetings:
 
     def _holds(self, interval: float) -> float:
         return _HOLDS_S + _HOLDS_INTERVALS * max(self._interval, interval)
-
-    # ---- waiting ----------------------------------------------------------------------------------
 
     def _is_early(self, clock: float) -> bool:
         """Whether this leader makes one more call before all are to be in; not if its clock is behind."""

@@ -279,9 +279,6 @@ def _gathered(world: World, value: Any) -> dict[int, Any]:
     return dict(zip(world.collectives.ranks, values, strict=True))
 
 
-# ---- state transfer ------------------------------------------------------------------------------
-
-
 def give(
     transfer: Communicator, state: bytes | memoryview, arrays: Sequence[NDArray[Any]], number: int
 ) -> None:

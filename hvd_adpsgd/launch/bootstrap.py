@@ -374,9 +374,6 @@ def merge_super_learners(world: World) -> World:
     return merged
 
 
-# ---- tear down ----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
     """Context manager that shuts down the world if its body raises, so that init() may be called again."""

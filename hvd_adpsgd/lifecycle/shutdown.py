@@ -148,9 +148,6 @@ class ExitState:
 exit_state = ExitState()  # the state of this process
 
 
-# ---- the shutdown of a world ---------------------------------------------------------------------
-
-
 class Teardown:
     """The end of a World in shutdown(): callbacks to run, the barrier, communicators to free after it.
 
@@ -395,9 +392,6 @@ def finishes_within(call: Callable[[], object], seconds: float) -> bool:
     return not thread.is_alive()
 
 
-# ---- whether the script fails -------------------------------------------------------------------
-
-
 def script_fails() -> bool:
     """Return whether the script ends by an exception or with a status other than 0."""
     error = sys.exc_info()[1]
@@ -446,9 +440,6 @@ def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
         leave(status)
 
     return noted
-
-
-# ---- the end of the process ---------------------------------------------------------------------
 
 
 def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:

@@ -75,8 +75,6 @@ class Attempt:
         part._phase = self._phase
         return part
 
-    # ---- one message --------------------------------------------------------------------------
-
     def _next_phase(self) -> None:
         self._phase = (self._phase + 1) % (CHANNELS - FIRST_PHASE)
 
@@ -143,8 +141,6 @@ class Attempt:
             parts.append(self._take(rank).tobytes())
             missing -= len(parts[-1])
         return b"".join(parts)
-
-    # ---- collectives --------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all learners, by rank; in 1 step for few learners, in log2 n steps for many.
@@ -369,8 +365,6 @@ class Attempt:
     def barrier(self) -> None:
         """Wait until all learners of the attempt at the operation have called `barrier`."""
         self.gather(None)
-
-    # ---- leaving ------------------------------------------------------------------------------
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave the attempt at the operation, because of `error` if given; make all learners leave it."""

@@ -69,8 +69,6 @@ class HostMemory:
         while not await_count(self._count, self._target, _LONGEST_S):
             waiting.look()
 
-    # ---- collectives --------------------------------------------------------------------------
-
     def combine(
         self,
         arrays: Sequence[_Array],
@@ -183,9 +181,6 @@ class _Joined:
     def write(self, start: int, end: int, values: _Array) -> None:
         for where, part in self._pieces(start, end):
             part[:] = values[where]
-
-
-# ---- which learners share memory ------------------------------------------------------------------
 
 
 class Hosts(NamedTuple):

@@ -94,8 +94,6 @@ class Messages:
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
         self._between: dict[str, list[tuple[int, Any]]] = defaultdict(list)  # by topic
 
-    # ---- sending ------------------------------------------------------------------------------
-
     def send(self, place: int, channel: int, data: Any, number: int | None = None) -> None:
         """Send bytes without waiting. `data` must not change until `flush`.
 
@@ -115,8 +113,6 @@ class Messages:
     def _send_agreement(self) -> None:
         for place, message in self.agreement.take_outgoing():
             self.send(place, _AGREEMENT, message)
-
-    # ---- receiving ----------------------------------------------------------------------------
 
     def wait(
         self,
@@ -239,8 +235,6 @@ class Messages:
         """Reuse the memory of a received message, whose bytes are no longer needed."""
         self.transport.recycle(buffer)
 
-    # ---- failures -----------------------------------------------------------------------------
-
     def look_around(self) -> None:
         """Check for failed learners and call `at_wait`, after no message has arrived for a while."""
         self.look_for_failures()
@@ -262,8 +256,6 @@ class Messages:
             self.failed.add(place)
             self.agreement.failed(place)
         self._after_agreement(before)
-
-    # ---- attempts and decisions ---------------------------------------------------------------
 
     def check(self, number: int) -> None:
         """Raise AttemptAbandonedError if another learner has left attempt `number` at an operation."""

@@ -180,8 +180,6 @@ class Communicator:
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._gathering: Messages | None = None
 
-    # ---- methods of mpi4py's communicators ----------------------------------------------------
-
     def Get_rank(self) -> int:  # noqa: N802
         """Return the rank of this learner in the communicator."""
         return self._places[self.hub.rank]
@@ -214,8 +212,6 @@ class Communicator:
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of rank `root`."""
         return self.allgather(value if self.Get_rank() == root else None)[root]
-
-    # ---- methods of Transport -----------------------------------------------------------------
 
     @property
     def failed(self) -> set[int]:

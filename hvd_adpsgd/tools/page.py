@@ -155,9 +155,6 @@ def _mark(figure: Figure, run: Run, where: dict[str, int]) -> None:
         )
 
 
-# ---- charts -------------------------------------------------------------------------------------
-
-
 def _charts(run: Run) -> Iterator[_Chart]:
     for name in _scalar_names(run):
         value = _scalar(name)

@@ -59,9 +59,6 @@ def poll(handle: Any) -> bool:
     return handle.done() if isinstance(handle, Handle) else bool(horovod.poll(handle))
 
 
-# ---- the operations -----------------------------------------------------------------------------
-
-
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -204,7 +201,6 @@ def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) ->
     return tensor
 
 
-# ---- the thread ---------------------------------------------------------------------------------
 # No ThreadPoolExecutor: Python joins its threads at exit, so a learner that waits for a peer would not exit.
 
 _asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

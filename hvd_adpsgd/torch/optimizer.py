@@ -253,9 +253,6 @@ def _say_retired(averaging: Averaging, ids: set[int]) -> None:
     )
 
 
-# ---- the class made at run time ------------------------------------------------------------
-
-
 def _step_alone(optimizer: Callable[[], Any]) -> None:
     wrapped = optimizer()
     wrapped._parent.step(wrapped)

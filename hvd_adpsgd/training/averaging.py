@@ -160,8 +160,6 @@ class Averaging:
             )
         self.super_learner.require_joined(also_before_joining)
 
-    # ---- the step, in order ----------------------------------------------------------------
-
     def before_gradient(self, count: int, total: int) -> None:
         """Prepare for the submission of `count` of the step's `total` gradients to Horovod.
 
@@ -406,8 +404,6 @@ class Averaging:
         if bad is not None:
             self.nonfinite_step = bad
         return bad is None
-
-    # ---- beside the step ---------------------------------------------------------------------
 
     def retire(self, why: str) -> None:
         """Make further steps of this optimizer raise, with reason `why`; `stop` ends the averaging."""

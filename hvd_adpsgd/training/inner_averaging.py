@@ -45,8 +45,6 @@ class AveragingReducer(Reducer):
         super().__init__(*args, **options)
         self.gradients = Gradients()
 
-    # ---- backward() -----------------------------------------------------------------------------
-
     def computed(self, parameter: torch.Tensor) -> None:
         super().computed(parameter)
         if self._left[parameter]:
@@ -89,8 +87,6 @@ class AveragingReducer(Reducer):
         others = [other.super_learner.mates for other in live() if other is not averaging]
         if averaging.super_learner.mates.all_submit(others, self.is_reduced):
             self._average(by_backward=True)
-
-    # ---- the averages ---------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Wait until the gradients are averaged; average them if backward() has not."""
@@ -208,8 +204,6 @@ class AveragingReducer(Reducer):
                 "optimizer.zero_grad() before backward() if a step is skipped."
             )
 
-    # ---- gradients that the script averages -----------------------------------------------------
-
     def _meet_for_step(self) -> None:
         """Wait for the mates of a step whose gradients the script has averaged; compare them in some steps.
 
@@ -235,8 +229,6 @@ class AveragingReducer(Reducer):
         averaging.require_finite_shards()
         if compares and inner.replacements.differ(number):
             refuse_different(self.param_groups, averaging.step, averaging.world.super_rank)
-
-    # ---- messages -------------------------------------------------------------------------------
 
     def first_by_name(self, parameters: list[torch.Tensor]) -> str:
         """Return the name of the first of `parameters`, and how many more there are, for messages."""

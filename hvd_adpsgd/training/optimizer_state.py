@@ -28,9 +28,6 @@ _METHODS |= {"add_param_group", "close", "load_state_dict", "state_dict"}
 _COUNTS = ("_wrapped_by_lr_sched", "_with_counter")
 
 
-# ---- wrapping -----------------------------------------------------------------------------------
-
-
 def require_shareable(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedOptimizerError if wrapping would lose an attribute of this optimizer object.
 
@@ -153,9 +150,6 @@ def _count_step(plain: weakref.ref[Any], unused: list[bool], *_: Any) -> None:
         optimizer._opt_called = True
         # older torch reads this counter
         optimizer._step_count = getattr(optimizer, "_step_count", 0) + 1
-
-
-# ---- loading ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

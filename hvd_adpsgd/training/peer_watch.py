@@ -102,8 +102,6 @@ class _PeerWatch:
         if not self._checks.is_alive() and not self._over.is_set():
             self._checks.start()
 
-    # ---- where this learner is ------------------------------------------------------------------
-
     def _begun(self) -> int:
         """Return how many operations this learner has begun; _FOREVER once it has destroyed a group."""
         begun = begun_inside(self._world)
@@ -142,8 +140,6 @@ class _PeerWatch:
 
     def _operations_begun(self) -> Made:
         return Made(_COUNTED, self._thread, self._begun())
-
-    # ---- checks ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._over.wait(_PERIOD_S):
@@ -242,8 +238,6 @@ class _PeerWatch:
             self._require_peers()
         except AdpsgdError as error:
             raise self._break(error) from None
-
-    # ---- the end --------------------------------------------------------------------------------
 
     def _reported(self) -> AdpsgdError | None:
         text = self._board.error()

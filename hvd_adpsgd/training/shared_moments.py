@@ -290,8 +290,6 @@ class SharedMoments(UpdateRule):
         if not self.received:
             self._moment[i].zero_()
 
-    # ---- the step -----------------------------------------------------------------------------
-
     def before_update(self) -> None:
         self._adopt()
         self._offered = self._room(self._offered)

@@ -321,9 +321,6 @@ class _Check(NamedTuple):
         return all(bool(flag) for _, flag in self.flags)
 
 
-# ---- layout: pieces of the model in the engine's memory ----------------------------------------
-
-
 class _Run(NamedTuple):
     """A run: consecutive chunks of one dtype that a buffer (slot) all corrects, all replaces or all keeps.
 
@@ -482,9 +479,6 @@ def _stretches(spans: Iterable[_Span]) -> Iterator[tuple[int, int]]:
         last = span.narrow + span.length
     if last > first:
         yield first, last
-
-
-# ---- one device ------------------------------------------------------------------------------
 
 
 class _Lane:

@@ -36,9 +36,6 @@ _STATES = ("suspect", "alive", "left", "failed", "joined")
 _MOST_SUPER_LEARNERS = 1_000_000
 
 
-# ---- writing ------------------------------------------------------------------------------------
-
-
 class Record:
     """Writer of the files of one super learner, used by its leader; appends to those of an earlier run.
 
@@ -165,9 +162,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     return value
-
-
-# ---- reading ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,6 @@ def learner_path(path: str | os.PathLike[str], rank: int) -> Path:
     return whole.with_name(f"{whole.stem}.{rank}{whole.suffix}")
 
 
-# ---- writing ------------------------------------------------------------------------------------
-
-
 class Timeline:
     """Writer of a learner's timeline, a Chrome trace, which Perfetto opens.
 

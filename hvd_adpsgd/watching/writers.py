@@ -34,9 +34,6 @@ Send = Callable[[list[Scalar], int], object]
 _outlet: Outlet | None = None  # where log_to sends
 
 
-# ---- what is sent -------------------------------------------------------------------------------
-
-
 def scalars(known: Mapping[int, Report], own: Report) -> list[Scalar]:
     """Return the scalars of reports: hvd_adpsgd/NAME/SUPER_LEARNER, and their means hvd_adpsgd/NAME.
 
@@ -68,9 +65,6 @@ def _numbers(report: Report) -> Iterator[tuple[str, float]]:
         value = float(getattr(report, name))
         if not math.isnan(value):
             yield name, value
-
-
-# ---- where it is sent ---------------------------------------------------------------------------
 
 
 class Outlet:

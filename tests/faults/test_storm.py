@@ -30,8 +30,6 @@ def test_the_promises_hold_on_real_processes(seed: int) -> None:
     assert story.of("fault") or seed not in SHORT, str(story)
 
 
-# ---- the judge can say no -----------------------------------------------------------------------
-
 SHAPE = (2, 3)
 
 

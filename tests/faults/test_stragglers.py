@@ -84,9 +84,6 @@ def require_the_mean(found: list[dict[str, Any]]) -> None:
         assert facts["worst"]["float64"] <= 1e-12, facts["worst"]
 
 
-# ---- promise 2: never blocks --------------------------------------------------------------------
-
-
 def test_a_slow_super_learner_slows_only_itself(tmp_path: Path) -> None:
     """It sleeps in one of its steps until the others have made a hundred."""
     sleeper, others = 1, [0, 2, 3]
@@ -102,9 +99,6 @@ def test_a_slow_super_learner_slows_only_itself(tmp_path: Path) -> None:
     result.checked()
     assert len(found) == N, result.report()
     require_the_mean(found)
-
-
-# ---- promise 3, and deadlines -------------------------------------------------------------------
 
 
 def test_a_stopped_super_learner_is_passed_over_and_comes_back(tmp_path: Path) -> None:
@@ -178,9 +172,6 @@ def test_horovod_in_one_super_learner_does_not_wait_for_another(tmp_path: Path) 
     said = result.checked().by_rank()
     assert said[0]["meanwhile"], "learners 0 and 1 have waited for learner 3"
     assert said[2]["after"], "learner 3 was not stopped"
-
-
-# ---- a super learner that is gone ----------------------------------------------------------------
 
 
 @pytest.mark.extended

@@ -128,9 +128,6 @@ def test_memory_is_locked_although_freed_memory_at_its_address_was():
     gpu.unpin(memory)
 
 
-# ---- one large model ---------------------------------------------------------------------------
-
-
 class Large:
     """A learner alone with a float32 model on the first GPU.
 

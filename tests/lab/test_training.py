@@ -71,9 +71,6 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-# ---- what is computed ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", ["random_pairs", "synchronous", "delayed_gradients"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_super_learner_is_plain_torch_bit_for_bit(strategy: str, dtype: torch.dtype) -> None:
@@ -280,9 +277,6 @@ def test_a_run_leaves_nothing_to_the_garbage_collector(optimizer: Any) -> None:
         gc.enable()
 
 
-# ---- determinism ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -302,9 +296,6 @@ def test_a_seed_gives_the_same_bits(strategy: str) -> None:
     )
     assert one.to_json() == again.to_json()
     assert one.digest != other.digest
-
-
-# ---- time ----------------------------------------------------------------------------------------
 
 
 def test_a_straggler_slows_synchronous_training_and_not_random_pairs() -> None:
@@ -365,9 +356,6 @@ def test_minutes_end_a_run_too() -> None:
     lock_step = train(task(), cluster(3, minutes=0.05), strategy="synchronous", points=4)
     assert lock_step.ended == "time"
     assert sum(lock_step.steps) == pytest.approx(90, abs=6)
-
-
-# ---- faults --------------------------------------------------------------------------------------
 
 
 def test_a_failure_stops_one_super_learner_and_restarts_synchronous_training() -> None:
@@ -486,8 +474,6 @@ def test_a_bad_fault(fault: Fault, strategy: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(task(), cluster(2), strategy=strategy, steps=1, faults=[fault])
 
-
-# ---- the command ---------------------------------------------------------------------------------
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "virtual_time.py")
 
@@ -615,9 +601,6 @@ def test_the_other_modes_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-# ---- vmap ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
@@ -668,9 +651,6 @@ def test_many_super_learners() -> None:
     assert time.process_time() - began < 90  # 200 steps: within 15 minutes
     assert outcome.points[-1].time_s == pytest.approx(2.0, rel=0.05)
     assert outcome.points[-1].loss < outcome.points[0].loss
-
-
-# ---- replacements -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["random_pairs", "delay_by_one"])

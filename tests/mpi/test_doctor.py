@@ -81,9 +81,6 @@ def with_path(folder: Path) -> dict[str, str]:
     return {"PATH": f"{folder}:{environment()['PATH']}"}
 
 
-# ---- this machine --------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_this_machine_is_fit_and_a_learner_survives():
     """The whole run, in words: what `make venv` made is fit, with a launch."""
@@ -103,9 +100,6 @@ def test_quick_launches_nothing():
     assert report.status == 0, report
     assert "launch" not in report.found
     assert report.levels(OK) >= {"python", "MPI", "MPI threads", "horovod.torch", "extension"}
-
-
-# ---- something is wrong --------------------------------------------------------------------------
 
 
 @pytest.mark.extended
@@ -216,8 +210,6 @@ def test_little_shared_memory(size, level, words):
     assert (report.status == 0) == (level == OK)
 
 
-# ---- a Horovod of the user's own -----------------------------------------------------------------
-
 # Run when Python starts. A Horovod as released: what it gives mpirun is for Open MPI 4.
 RELEASED = "mpi_run._open_mpi_major = lambda env=None: 4"
 # One that Open MPI 5 starts with, but without ULFM.
@@ -250,9 +242,6 @@ def test_without_ulfm_no_survival_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     assert survival.alive is None, survival
     assert findings.judge_launch(survival, ulfm=True).level == FAIL
     assert findings.judge_launch(survival, ulfm=False).level == WARN
-
-
-# ---- hosts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.extended

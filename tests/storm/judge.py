@@ -178,9 +178,6 @@ def _of_each(story: Story) -> list[set[int]]:
     return allowed
 
 
-# ---- nothing lost ---------------------------------------------------------------------------------
-
-
 def _nothing_lost(story: Story) -> list[str]:
     """Between checkpoints models move by their own steps and by averaging only."""
     broken = []

@@ -118,8 +118,6 @@ class SuperLearner:
             if self.follows:
                 self.store.add_chunk(0, slots, flags, chunk.count, 1)
 
-    # ---- the leader ----------------------------------------------------------------------
-
     def lead(self) -> None:
         self.guarded(self.train)
 
@@ -165,8 +163,6 @@ class SuperLearner:
             self.follower[i] += more
             self.sums[i] += more * model.size
 
-    # ---- the follower --------------------------------------------------------------------
-
     def follow(self) -> None:
         self.guarded(self.absorb_all)
 
@@ -175,8 +171,6 @@ class SuperLearner:
         for step in range(self.steps):
             self.meet.wait(LONGEST_S)
             self.store.absorb(spans, addresses(self.follower), step % SLOTS, step)
-
-    # ---- the end -------------------------------------------------------------------------
 
     def guarded(self, act: Callable[[], None]) -> None:
         try:

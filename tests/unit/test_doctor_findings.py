@@ -40,8 +40,6 @@ def require(finding: Finding, level: str, *words: str) -> None:
     assert "\n" not in finding.found + finding.cure
 
 
-# ---- judgements ----------------------------------------------------------------------------------
-
 INSIDE = {"torch": "2.13.0", "gloo": True, "nccl": False, "gpus": 0, "cuda": None}
 OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI x@y Distribution, ident: 5.0.11, repo rev: v5"
 LOADED = {
@@ -324,9 +322,6 @@ def test_a_finding_is_one_line_and_its_cure_another():
     assert str(Finding(FAIL, "a", "b", "c.")).splitlines() == ["FAIL  a: b", "      c."]
 
 
-# ---- what learners said --------------------------------------------------------------------------
-
-
 def test_survival_is_read_from_marked_lines():
     out = (
         '[1,0]<stdout>: @doctor {"rank": 0, "together": 2}\n@doctor {"rank": 1, "together": 2}\n'
@@ -358,9 +353,6 @@ def test_marked_lines_that_are_torn_are_passed_over():
         {"a": 1},
         {"b": 2},
     ]
-
-
-# ---- hosts ---------------------------------------------------------------------------------------
 
 
 def test_hosts_are_read_as_horovod_reads_them():
@@ -414,9 +406,6 @@ def test_a_silent_name_server_is_not_waited_for():
     began = time.monotonic()
     assert hosts._within(0.1, lambda: time.sleep(20) or "late") is None
     assert time.monotonic() - began < 10
-
-
-# ---- programs ------------------------------------------------------------------------------------
 
 
 def test_a_program_that_hangs_is_ended_with_its_children(tmp_path):
@@ -480,9 +469,6 @@ def test_programs_belong_to_no_job(monkeypatch):
     assert seen["NEW"] == "1"
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def interface(folder: Path, name: str, **files: str) -> None:
     (folder / name).mkdir()
     for file, text in files.items():
@@ -534,9 +520,6 @@ def test_shared_memory_that_is_not_there(tmp_path):
     memory = probes.shared_memory(str(tmp_path / "none"))
     assert memory.free_bytes is None
     assert "No such file" in memory.problem
-
-
-# ---- where things are missing --------------------------------------------------------------------
 
 
 def test_it_loads_nothing_but_the_standard_library():

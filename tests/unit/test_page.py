@@ -141,9 +141,6 @@ def test_plotly_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.Mo
         page(read(recorded(tmp_path)), 0.0)
 
 
-# ---- top --web -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[int]:
     """The port of a page."""

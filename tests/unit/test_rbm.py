@@ -87,8 +87,6 @@ def test_presets_of_the_dnn() -> None:
     ] * 5
 
 
-# ---- on speech --------------------------------------------------------------------------------
-
 for needed in ("espeakng_loader", "kaldi_native_fbank", "scipy", "tqdm", "tensorboard"):
     pytest.importorskip(needed)
 

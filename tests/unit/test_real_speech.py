@@ -283,9 +283,6 @@ def test_without_apt_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         prepare.fetched("nl", tmp_path)
 
 
-# ---- corpora of others ---------------------------------------------------------------------------
-
-
 def sounds(folder: Path) -> list[Path]:
     """Two recordings of 2 s at 16 kHz."""
     random, paths = np.random.default_rng(1), []

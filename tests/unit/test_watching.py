@@ -26,8 +26,6 @@ from hvd_adpsgd.watching.reports import REPORT_NBYTES, Report, decode, encode, m
 from hvd_adpsgd.watching.sampler import Sample, Sampler
 from hvd_adpsgd.watching.table import rows, sparkline
 
-# ---- reports in messages ------------------------------------------------------------------------
-
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 REPORTS = st.builds(
     Report,
@@ -93,9 +91,6 @@ def test_the_loss_is_found_by_its_name() -> None:
     assert main_scalar(Report(scalars={"lr": 0.1})) is None
 
 
-# ---- from counters to reports -------------------------------------------------------------------
-
-
 def counters(
     exchanges: int, square: float, ages: Mapping[int, int] = {}, **more: Any
 ) -> dict[str, Any]:
@@ -152,8 +147,6 @@ def test_counters_of_a_new_engine_start_anew() -> None:
     assert math.isnan(first.exchanges_per_s) and first.apart_s == 0
     assert sampler.report(Sample(2.0, 103, {}, counters(4, 0.0)), 2.0).exchanges_per_s == 4
 
-
-# ---- alerts -------------------------------------------------------------------------------------
 
 FINE = Report(steps_per_s=10.0, distance=1.0, scalars={"loss": 2.0})
 
@@ -364,9 +357,6 @@ def test_each_alert_has_a_bound_and_a_cure() -> None:
     assert all(re.search(r"bound|median|last 8", text) and "\n" not in text for text in texts)
 
 
-# ---- the record ---------------------------------------------------------------------------------
-
-
 def recorded(folder: Path, n: int = 2, seconds: int = 30, **how: Any) -> None:
     """A record of n super learners; the last one fails in the middle."""
     for i in range(n):
@@ -551,9 +541,6 @@ def test_folders_that_cannot_be_used_are_errors(tmp_path: Path) -> None:
         Record(tmp_path / "file", 0)
     with pytest.raises(ConfigError, match="no record"):
         read(tmp_path)
-
-
-# ---- what is shown ------------------------------------------------------------------------------
 
 
 def test_rows_say_how_each_is(tmp_path: Path) -> None:

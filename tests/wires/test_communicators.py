@@ -247,9 +247,6 @@ def until_sent(comm: Communicator) -> None:
     assert not comm.is_sending
 
 
-# ---- starts that fail ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("failing", range(connections.Connections.GATHERS))
 def test_a_hub_that_fails_to_start_leaves_nothing(failing: int) -> None:
     calls = itertools.count()

@@ -234,9 +234,6 @@ def test_an_engine_that_leaves_says_so(engines: Callable[..., list[Remote]]) -> 
     assert a.do("states")[1] == c.do("states")[1] == PeerState.LEFT
 
 
-# ---- strangers -------------------------------------------------------------------------------
-
-
 def _is_closed(stranger: socket.socket) -> bool:
     """Whether the other end has closed the connection, and has said nothing before."""
     stranger.settimeout(LONGEST_S)

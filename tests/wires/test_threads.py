@@ -221,9 +221,6 @@ def test_an_engine_that_leaves_is_not_taken_for_failed(
     assert all(states(m)[3] == PeerState.LEFT for m in members[:3])
 
 
-# ---- the engine of an optimizer ------------------------------------------------------------------
-
-
 def of_optimizer(engine: Engine, **world: Any) -> Engines:
     """What an optimizer has around its engine, without the rest of a job."""
     engines = Engines.__new__(Engines)
@@ -267,9 +264,6 @@ def test_who_has_lost_a_mate_has_failed(
     engines.end()
     until(lambda: states(a)[1] != PeerState.ALIVE)
     assert states(a)[1] is state
-
-
-# ---- starts that fail ------------------------------------------------------------------------------
 
 
 def engines_of(rank: int, size: int) -> Engines:

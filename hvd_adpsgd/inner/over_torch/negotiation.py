@@ -79,8 +79,6 @@ class Negotiation:
         self._runner.start()
         self._agreer.start()
 
-    # ---- called by the script's threads -----------------------------------------------------------
-
     def begin(self, pending: Pending) -> None:
         """Announce an operation.
 
@@ -117,8 +115,6 @@ class Negotiation:
     def _ring(self) -> None:
         with contextlib.suppress(OSError):  # it rings already, or nobody listens any more
             self._bell.send(b"x")
-
-    # ---- the thread that agrees ---------------------------------------------------------------------
 
     def _agree(self) -> None:
         why = HorovodInternalError("Horovod has been shut down.")
@@ -297,8 +293,6 @@ class Negotiation:
                     _STALL_S,
                     [self._names[rank] for rank in waiting[name]],
                 )
-
-    # ---- the thread that runs -----------------------------------------------------------------------
 
     def _run(self) -> None:
         while (works := self._batches.get()) is not None:

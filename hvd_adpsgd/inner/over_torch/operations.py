@@ -92,9 +92,6 @@ def _specs(tensors: Tensors) -> list[Any]:
     return [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
 
 
-# ---- allreduce ----------------------------------------------------------------------------------
-
-
 def grouped_allreduce_async_(
     tensors: Tensors,
     average: bool | None = None,
@@ -197,9 +194,6 @@ def sparse_allreduce_async(
     return handle
 
 
-# ---- allgather ----------------------------------------------------------------------------------
-
-
 def grouped_allgather_async(
     tensors: Tensors,
     name: str | None = None,
@@ -257,9 +251,6 @@ def allgather(
 ) -> torch.Tensor:
     """Concatenate the learners' tensors by rank; differentiable."""
     return grouped_allgather([tensor], name)[0]
-
-
-# ---- broadcast ----------------------------------------------------------------------------------
 
 
 def broadcast_async_(
@@ -321,9 +312,6 @@ def broadcast(
 ) -> torch.Tensor:
     """Return the tensor of learner `root_rank`; differentiable."""
     return _Broadcast.apply(tensor, root_rank, name)
-
-
-# ---- alltoall, reducescatter, barrier, join -----------------------------------------------------
 
 
 def alltoall_async(

@@ -150,8 +150,6 @@ class Transfers:
         result = getattr(self, f"_{decision.request.kind}")(decision, pending)
         return [(pending, result[0] if pending.single else result)]
 
-    # ---- reductions -----------------------------------------------------------------------------
-
     def _allreduce(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
         """Reduce the tensors of fused operations in place; zeros where this learner is in join()."""
         op, before, after, kind, _ = works[0][0].request.same
@@ -197,8 +195,6 @@ class Transfers:
             rows = _split_rows(tensor.shape[0], self._size)
             parts.append(tensor.split(rows)[self._rank].clone())
         return parts
-
-    # ---- copies ---------------------------------------------------------------------------------
 
     def _exchanged(self, tensor: torch.Tensor, nbytes: Sequence[int] | None) -> list[torch.Tensor]:
         """Return the bytes of all learners' tensors, by rank; `nbytes`: their lengths, None: equal ones."""

@@ -324,9 +324,6 @@ class _Delivery(_NotCopied):
         return tap.deliver(parameter, carried)
 
 
-# ---- modules -------------------------------------------------------------------------------------
-
-
 def tap_module(name: str, module: nn.Module, make: Callable[..., Tap]) -> Iterator[Tap]:
     """Precondition a module that is a plain linear map or convolution: yield its Tap; else nothing.
 

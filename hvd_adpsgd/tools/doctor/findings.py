@@ -58,9 +58,6 @@ class Finding:
         return f"{line}\n      {self.cure}" if self.cure else line
 
 
-# ---- Python and packages -------------------------------------------------------------------------
-
-
 def judge_python(version: tuple[int, ...], executable: str) -> Finding:
     found = f"{'.'.join(map(str, version))}, {executable}"
     if version < (3, 11):
@@ -99,9 +96,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, leading[0].split("."))) if leading else ()
 
 
-# ---- the environment -----------------------------------------------------------------------------
-
-
 def judge_options(count: int, problem: str | None) -> Finding:
     """Judge the HVD_ADPSGD_* variables.
 
@@ -135,8 +129,6 @@ def judge_controller(environ: Mapping[str, str]) -> Finding:
         return Finding(WARN, what, found, f"To use MPI, unset {' and '.join(gloo)}.")
     return Finding(OK, what, environ.get(what, "").strip() or "not set, so MPI")
 
-
-# ---- MPI -----------------------------------------------------------------------------------------
 
 _MPI_PATTERNS = (
     ("Open MPI", r"(?:Open MPI|OpenRTE)\)? v?(\d[\d.]*)"),
@@ -272,9 +264,6 @@ def _cure(answer: Mapping[str, Any]) -> str:
     return f"Run {_BUILD}."
 
 
-# ---- Horovod and the extension -------------------------------------------------------------------
-
-
 def judge_horovod(answer: Mapping[str, Any]) -> Finding:
     """Check that horovod.torch loads together with mpi4py, with MPI, and with NCCL if this host has GPUs.
 
@@ -339,9 +328,6 @@ def judge_extension(answer: Mapping[str, Any]) -> Finding:
     if "error" in answer:
         return Finding(FAIL, what, f"does not load: {answer['error']}", _COMPILE)
     return Finding(OK, what, f"loads ({', '.join(answer['modules'])})")
-
-
-# ---- the machine ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -452,9 +438,6 @@ def _size(nbytes: int) -> str:
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
-# ---- other hosts ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Here:
     """The software of this host, which every other host of the job must have too.
@@ -540,9 +523,6 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
             WARN, what, found, "Enlarge its /dev/shm (mount -o remount,size=8g /dev/shm)."
         )
     return Finding(OK, what, found)
-
-
-# ---- a launch ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

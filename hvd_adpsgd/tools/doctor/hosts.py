@@ -83,9 +83,6 @@ def _line(line: str, where: str) -> Host:
     return Host(words[0], int(parts[1]))
 
 
-# ---- does a name mean this host ------------------------------------------------------------------
-
-
 def is_local(name: str, seconds: float = CONNECT_S) -> bool:
     """Return whether a name means this host; Horovod decides that by the address of the name."""
     if name in ("localhost", socket.gethostname()):
@@ -113,8 +110,6 @@ def _within(seconds: float, call: Callable[[], str]) -> str | None:
     except (OSError, UnicodeError):  # a TimeoutError is an OSError
         return None
 
-
-# ---- visits --------------------------------------------------------------------------------------
 
 _NAMES = tuple(PACKAGES)
 # The check program: one line without an exclamation mark, which csh would expand.

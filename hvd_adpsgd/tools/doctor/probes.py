@@ -24,9 +24,6 @@ ARPHRD_LOOPBACK = "772"
 _OF_A_JOB = ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", "PMI_", "PRTE_JOB")
 
 
-# ---- programs ------------------------------------------------------------------------------------
-
-
 class Answer(NamedTuple):
     """The result of running a program.
 
@@ -157,8 +154,6 @@ def _failure(answer: Answer) -> str:
     return words or f"exit status {answer.status}"
 
 
-# ---- code that runs in other processes -----------------------------------------------------------
-
 UNSTARTED = {"MPI4PY_RC_INITIALIZE": "0"}  # mpi4py loads MPI but does not call MPI_Init
 
 # Finds the files of the MPI libraries that the process has loaded.
@@ -267,9 +262,6 @@ def ompi_info(mpirun: str | None, seconds: float) -> str | None:
     beside = Path(mpirun).with_name("ompi_info") if mpirun else None
     path = str(beside) if beside and beside.exists() else shutil.which("ompi_info")
     return bounded([path, "--parsable"], seconds).out if path else None
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def shared_memory(folder: str = SHARED_FOLDER) -> Memory:

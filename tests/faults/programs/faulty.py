@@ -52,9 +52,6 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ---- the faults ---------------------------------------------------------------------------------
-
-
 def stop_and_continue() -> None:
     """A child wakes this process up again."""
     wake = f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"
@@ -143,9 +140,6 @@ def script_exchange(script: Script, optimizer: Any) -> None:
             time.sleep(1e-4)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-# ---- training -----------------------------------------------------------------------------------
 
 
 def main() -> None:

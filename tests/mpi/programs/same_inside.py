@@ -81,8 +81,6 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
-# ---- optimizers ---------------------------------------------------------------------------------
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
@@ -101,9 +99,6 @@ def optimizer_case(name: str) -> Case:
     kind = type(OPTIMIZERS[name]([nn.Parameter(torch.zeros(1))]))
     case.facts["is_instance"] = isinstance(case.optimizer, kind)
     return case
-
-
-# ---- what happens in a step ---------------------------------------------------------------------
 
 
 class Closure(Case):
@@ -346,9 +341,6 @@ class Loaded(Case):
             self.facts["kept"] = len(self.optimizer.state) == len(self.named)
             self.facts["keys"] = sorted(state)
         super().step(step)
-
-
-# ---- parameters ---------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
