@@ -228,13 +228,7 @@ def launch(np: int, launcher: str | None) -> list[str]:
         return [program, *ports, f"--nproc-per-node={np}", "--no-python"]
     if launcher == "horovodrun":
         binding = "--bind-to none --map-by slot:OVERSUBSCRIBE"
-        return [
-            program,
-            "-np",
-            str(np),
-            f"--binding-args={binding}",
-            "--mpi-args=--with-ft ulfm",
-        ]
+        return [program, "-np", str(np), f"--binding-args={binding}", "--mpi-args=--with-ft ulfm"]
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     flags = ["--with-ft", "ulfm", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
     return [program, *as_root, *flags, "-np", str(np)]

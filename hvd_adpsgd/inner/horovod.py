@@ -18,8 +18,4 @@ elif backend() == "torch":
 else:
     from horovod.common.util import num_rank_is_power_2
     from horovod.torch import *
-    from horovod.torch.mpi_ops import (
-        _basics,
-        gpu_available,
-        handle_average_backwards_compatibility,
-    )
+    from horovod.torch.mpi_ops import _basics, gpu_available, handle_average_backwards_compatibility

@@ -113,11 +113,7 @@ from hvd_adpsgd.torch.horovod_ops import (
     stop_timeline,
 )
 from hvd_adpsgd.torch.installing import install
-from hvd_adpsgd.torch.membership import (
-    failed_ranks,
-    is_coordinator,
-    on_failure,
-)
+from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
 from hvd_adpsgd.training.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.training.pause import averaging_paused

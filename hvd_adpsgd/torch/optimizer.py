@@ -18,10 +18,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives.usage import counted
-from hvd_adpsgd.errors import (
-    CopyError,
-    UnsupportedOptimizerError,
-)
+from hvd_adpsgd.errors import CopyError, UnsupportedOptimizerError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import bootstrap
 from hvd_adpsgd.launch import world as worlds

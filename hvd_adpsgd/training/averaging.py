@@ -208,10 +208,7 @@ class Averaging:
 
     @contextlib.contextmanager
     def reducing(
-        self,
-        gradients: int,
-        again: bool = False,
-        are_averaged: Callable[[], bool] | None = None,
+        self, gradients: int, again: bool = False, are_averaged: Callable[[], bool] | None = None
     ) -> Iterator[None]:
         """Context manager around Horovod's wait for the super learner's gradient all-reduces.
 

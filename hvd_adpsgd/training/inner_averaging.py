@@ -13,10 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.amp import grad_scaler
 
-from hvd_adpsgd.errors import (
-    AdpsgdError,
-    GradientOrderError,
-)
+from hvd_adpsgd.errors import AdpsgdError, GradientOrderError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
 from hvd_adpsgd.polling import polls

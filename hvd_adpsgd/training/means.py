@@ -345,10 +345,7 @@ def _log_others(doing: str, names: set[str], finite: int, models: int) -> None:
 
 
 def _means_of(
-    attempt: Attempt,
-    weights: dict[int, float],
-    arrays: list[NDArray[Any]],
-    wanted: Sequence[bool],
+    attempt: Attempt, weights: dict[int, float], arrays: list[NDArray[Any]], wanted: Sequence[bool]
 ) -> list[NDArray[Any] | None]:
     """Return the mean of each array over the ranks in `weights`; in one pass if all share a host's memory."""
     means: dict[int, NDArray[Any] | None] = {}

@@ -186,10 +186,7 @@ def _write(entries: Sequence[Entry], means: Sequence[torch.Tensor | None]) -> No
 
 
 def _warn_if_apart(
-    world: World,
-    caller: Caller,
-    entries: Sequence[Entry],
-    means: Sequence[torch.Tensor | None],
+    world: World, caller: Caller, entries: Sequence[Entry], means: Sequence[torch.Tensor | None]
 ) -> None:
     """Warn of models that differ, that a plain optimizer trains, and that nothing has averaged so far."""
     if calls(("DistributedOptimizer", "average_model")) or world.rank != world.collectives.ranks[0]:

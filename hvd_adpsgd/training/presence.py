@@ -35,10 +35,7 @@ def stop_unreferenced() -> None:
 
 @contextlib.contextmanager
 def held(
-    world: World,
-    doing: str,
-    by_job: bool = False,
-    known: Sequence[torch.optim.Optimizer] = (),
+    world: World, doing: str, by_job: bool = False, known: Sequence[torch.optim.Optimizer] = ()
 ) -> Iterator[list[Averaging]]:
     """Yield the Averaging of each optimizer that all learners of this super learner hold, oldest first.
 

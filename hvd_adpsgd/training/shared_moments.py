@@ -24,13 +24,7 @@ import torch
 from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.training.devices import Event, device_of
-from hvd_adpsgd.training.moment_passes import (
-    Product,
-    Second,
-    copy_all,
-    correct,
-    multiply,
-)
+from hvd_adpsgd.training.moment_passes import Product, Second, copy_all, correct, multiply
 from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 

@@ -179,13 +179,7 @@ class Staging:
         elif offer is not None and memory.step >= 0:
             offer(memory.step, self._fit)
 
-    def _in_turn(
-        self,
-        runs: list[_Run],
-        step: int,
-        every: int,
-        mark: Mark | None,
-    ) -> list[_Run]:
+    def _in_turn(self, runs: list[_Run], step: int, every: int, mark: Mark | None) -> list[_Run]:
         """Return the runs whose piece has its turn in this step, or has missed turns, and marked ones."""
         assert self._table is not None
         if every > 1:

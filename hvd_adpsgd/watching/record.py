@@ -48,13 +48,7 @@ class Record:
         ConfigError: if a file cannot be opened.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        super_rank: int,
-        *,
-        every_s: float = 0.0,
-    ):
+    def __init__(self, folder: str | os.PathLike[str], super_rank: int, *, every_s: float = 0.0):
         self.folder = Path(folder)
         self.path = self.folder / f"{super_rank}.jsonl"
         self.every_s = every_s

@@ -148,10 +148,7 @@ def test_a_cut_link_carries_nothing_until_healed(pair: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [
-        (["up", "0"], "allowed are 1 to 32"),
-        (["up", "99"], "allowed are 1 to 32"),
-    ],
+    [(["up", "0"], "allowed are 1 to 32"), (["up", "99"], "allowed are 1 to 32")],
 )
 def test_bad_input_is_one_line(arguments: list[str], match: str) -> None:
     command = [*COMMAND, *arguments]

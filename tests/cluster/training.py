@@ -75,10 +75,7 @@ class Run:
 
 @contextmanager
 def training(
-    folder: Path,
-    options: Sequence[str] = (),
-    launcher: Sequence[str] = ("horovodrun",),
-    **env: str,
+    folder: Path, options: Sequence[str] = (), launcher: Sequence[str] = ("horovodrun",), **env: str
 ) -> Iterator[Run]:
     """Yields when all train and have exchanged; at the block's end learners learn that it is enough.
 

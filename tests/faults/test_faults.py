@@ -71,14 +71,7 @@ VICTIMS = {
     "all_but_one": Victims(4, 1, (0, 1, 3)),
 }
 KINDS = ("sigkill", "sigstop", "exit1", "os_exit1", "exception", "segfault")
-PLACES = (
-    "between_steps",
-    "asking",
-    "answering",
-    "inner_allreduce",
-    "last_step",
-    "shutdown",
-)
+PLACES = ("between_steps", "asking", "answering", "inner_allreduce", "last_step", "shutdown")
 
 CASES = [
     ("sigkill", "answering", "rank0"),
@@ -257,10 +250,7 @@ TRAINED = """
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [
-        ("raise ValueError", 1),
-        pytest.param("sys.exit(3)", 3, marks=pytest.mark.extended),
-    ],
+    [("raise ValueError", 1), pytest.param("sys.exit(3)", 3, marks=pytest.mark.extended)],
 )
 def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> None:
     """One is killed, the others fail later by themselves."""

@@ -382,8 +382,7 @@ def test_failures_by_the_hour() -> None:
 
 @pytest.mark.parametrize("who", [1, 4])
 @pytest.mark.parametrize(
-    "strategy",
-    ["random_pairs", "periodic_averaging:period=3,block_momentum=0.5"],
+    "strategy", ["random_pairs", "periodic_averaging:period=3,block_momentum=0.5"]
 )
 def test_a_super_learner_joins(strategy: str, who: int) -> None:
     faults = [Fault(0.3, "crash", 1)] if who == 1 else []

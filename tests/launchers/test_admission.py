@@ -244,8 +244,7 @@ def test_one_that_has_joined_lets_others_in(launches: Launches) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "moment",
-    ["start", "connected", "requested", "invited", "wrapped", "ready", "reconnect", "met"],
+    "moment", ["start", "connected", "requested", "invited", "wrapped", "ready", "reconnect", "met"]
 )
 def test_a_newcomer_that_dies_leaves_no_trace(launches: Launches, moment: str) -> None:
     """The job goes on with what it had, and lets the next one in, which gets the number."""

@@ -147,8 +147,7 @@ print("ends:", hvd.rank(), hvd.size(), hvd.local_rank(), hvd.failed_ranks(), ane
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("np", "env", "last"),
-    [(2, SINGLE, 1), pytest.param(4, PAIRS, 3, marks=pytest.mark.extended)],
+    ("np", "env", "last"), [(2, SINGLE, 1), pytest.param(4, PAIRS, 3, marks=pytest.mark.extended)]
 )
 def test_a_failed_super_learner_is_started_anew(
     tmp_path: Path, np: int, env: Mapping[str, str], last: int

@@ -12,10 +12,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).with_name("programs") / "held.py"
 PLACES = ("2x1", "plain")  # two super learners of one learner; one of two
-MADE = (
-    "0 plain",
-    *(f"{calls} {which}" for calls in range(1, 5) for which in ("plain", "wrapped")),
-)
+MADE = ("0 plain", *(f"{calls} {which}" for calls in range(1, 5) for which in ("plain", "wrapped")))
 
 
 @functools.cache

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from tests.launcher import run_learners
-from tests.mpi.test_optimizer import (
-    PROGRAMS,
-    SIZE,
-    Facts,
-    launch,
-    like_horovod,
-    require_trained,
-)
+from tests.mpi.test_optimizer import PROGRAMS, SIZE, Facts, launch, like_horovod, require_trained
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

@@ -198,13 +198,7 @@ def horovod_script(
     np: int, folder: Path, epochs: int, launcher: str | None = "mpirun", **env: str
 ) -> Facts:
     args = ["--epochs", str(epochs), "--checkpoint-format", str(folder / "{epoch}.pt")]
-    result = run_learners(
-        np,
-        PROGRAMS / "horovod_script.py",
-        args=args,
-        env=env,
-        launcher=launcher,
-    )
+    result = run_learners(np, PROGRAMS / "horovod_script.py", args=args, env=env, launcher=launcher)
     said = result.checked().by_rank()
     assert [facts["size"] for facts in said] == [np] * np
     assert all(facts["losses"] == said[0]["losses"] for facts in said), (

@@ -14,11 +14,7 @@ from tests.launcher import run_learners
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 PROGRAM = Path(__file__).parent / "programs" / "overlap.py"
-BESIDE = (
-    "delay_by_one",
-    "delayed_gradients",
-    "synchronous_gossip:order=awc+fixed_ring",
-)
+BESIDE = ("delay_by_one", "delayed_gradients", "synchronous_gossip:order=awc+fixed_ring")
 WAITING = ("periodic_averaging:period=1", "synchronous_gossip:order=atc+fixed_ring")
 AVERAGING = {"mean of all", "exchange (asked)", "exchange (answered)"}
 PATIENCE_S, SOON_S = 60.0, 0.5  # how long a learner lets the other one come to its computation

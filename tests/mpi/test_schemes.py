@@ -406,10 +406,7 @@ def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None
 REFUSED = {
     "a2cid2+random_pairs": ("ConfigError", ("random_pairs", "fixed_ring")),
     "a2cid2": ("ConfigError", ("nothing to accelerate", "4 or more")),
-    "gossip_pga+synchronous": (
-        "ConfigError",
-        ("gossip_pga", "synchronous", "random_pairs"),
-    ),
+    "gossip_pga+synchronous": ("ConfigError", ("gossip_pga", "synchronous", "random_pairs")),
     "class": ("ConfigError", ("RandomPairs",)),
     "closure": ("UnsupportedOptimizerError", ("closure", "delay_by_one")),
     "group/delayed_gradients": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),

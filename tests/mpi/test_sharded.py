@@ -122,10 +122,7 @@ def require_replaced(facts: Facts) -> None:
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        (
-            "mixed",
-            ("ModelMismatchError", "is not: every learner", "Use fully_shard on the whole"),
-        ),
+        ("mixed", ("ModelMismatchError", "is not: every learner", "Use fully_shard on the whole")),
         ("replicated", ("ModelMismatchError", "'allreduce.noname.0.0'", "(Replicate(),)")),
         ("tensor parallel", ("parameter 'allreduce.noname.0.3'", "(Replicate(),)", "bias=False")),
         ("HSDP", ("ModelMismatchError", "Replicate", "HSDP", "mesh of one dimension")),

@@ -64,13 +64,7 @@ class Node(Rank):
 class ThreadEngine(Engine):
     """An engine whose peers are in this process; `learners` of its super learner, all in this process."""
 
-    def __init__(
-        self,
-        threads: Threads,
-        rank: Rank,
-        learners: int,
-        **options: Any,
-    ):
+    def __init__(self, threads: Threads, rank: Rank, learners: int, **options: Any):
         self.threads, self.rank = threads, rank
         super().__init__(inner=Node(0, learners), outer=rank, **options)
 

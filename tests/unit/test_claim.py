@@ -19,9 +19,7 @@ for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "
 import torch
 
 from examples.acoustic_model.speech.problem import Problem
-from lab.studies.claim import (
-    __main__ as script,
-)
+from lab.studies.claim import __main__ as script
 from lab.studies.claim import (
     evaluation,
     learners,

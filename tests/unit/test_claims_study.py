@@ -54,10 +54,7 @@ def test_the_surface_is_bold_within_five_percent_of_the_best_baseline() -> None:
 
 
 def test_nothing_is_bold_where_the_baseline_diverges() -> None:
-    found = [
-        one("batch", "synchronous", 0, loss=math.inf),
-        one("batch", "fixed_ring", 0, loss=9.0),
-    ]
+    found = [one("batch", "synchronous", 0, loss=math.inf), one("batch", "fixed_ring", 0, loss=9.0)]
     assert "| 16 | fixed_ring | 2 | none | 9.000 |" in claims.batch_table(found).splitlines()
 
 

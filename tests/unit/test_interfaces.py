@@ -30,10 +30,7 @@ def test_the_address_is_the_one_that_reaches_the_first_other_host(routes: dict[s
 
 def test_a_bridge_that_every_host_has_is_passed_over(routes: dict[str, str]) -> None:
     routes.update({"172.17.0.1": "172.17.0.1", "10.0.0.2": "10.0.0.1"})
-    known = [
-        ("a", [BRIDGE, ("eth0", "10.0.0.1")]),
-        ("b", [BRIDGE, ("eth0", "10.0.0.2")]),
-    ]
+    known = [("a", [BRIDGE, ("eth0", "10.0.0.1")]), ("b", [BRIDGE, ("eth0", "10.0.0.2")])]
     assert choose_address(None, "a", known) == "10.0.0.1"
 
 

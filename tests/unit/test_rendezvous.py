@@ -234,10 +234,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"unresolved": "vm"}, ("on learner 1", "host, vm,", "/etc/hosts")),
-    ],
+    ("answer", "words"), [({"unresolved": "vm"}, ("on learner 1", "host, vm,", "/etc/hosts"))]
 )
 def test_what_one_learner_lacks_is_an_error_on_all(
     answer: dict[str, str], words: tuple[str, ...]

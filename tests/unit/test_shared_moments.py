@@ -397,10 +397,7 @@ def test_a_moment_of_a_peer_whose_square_is_infinite(
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "Adam, amsgrad", "RMSprop"])
 def test_one_gradient_out_of_all_proportion(
-    name: str,
-    compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second moments are torch's; the other super learner soon steps as before; one is named, once."""
     if not compiled:

@@ -229,10 +229,7 @@ def test_the_rate_warms_up_and_is_annealed():
     [
         (["prepare_data", "--jobs", "0"], "error: --jobs is 0, allowed are 1 to 1024"),
         (["prepare_data", "--out", "taken"], "error: --out taken is a file"),
-        (
-            ["train", "--strategy", "single", "--data", "nowhere"],
-            "error: no nowhere/states.json",
-        ),
+        (["train", "--strategy", "single", "--data", "nowhere"], "error: no nowhere/states.json"),
         (["decode", "nowhere.pt"], "error: no nowhere.pt"),
     ],
 )

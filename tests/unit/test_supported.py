@@ -48,10 +48,7 @@ def test_plain_optimizers_pass() -> None:
 
 @pytest.mark.parametrize(
     ("model", "cure"),
-    [
-        (torch.nn.LazyLinear(3), "one batch"),
-        (torch.nn.Linear(3, 3, device="meta"), "to_empty"),
-    ],
+    [(torch.nn.LazyLinear(3), "one batch"), (torch.nn.Linear(3, 3, device="meta"), "to_empty")],
 )
 def test_parameters_without_values_are_refused(model: torch.nn.Module, cure: str) -> None:
     with pytest.raises(ModelMismatchError, match=cure):

@@ -54,10 +54,7 @@ def table(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("columns", ["60", "80", "100", "150"])
 def test_the_table_is_readable(
-    folder: str,
-    columns: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert top.main(["--once", folder]) == 0

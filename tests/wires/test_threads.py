@@ -135,8 +135,7 @@ def states(member: SuperLearner) -> list[PeerState]:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    ["random_pairs", "random_ring", "synchronous_gossip", "periodic_averaging:period=3"],
+    "strategy", ["random_pairs", "random_ring", "synchronous_gossip", "periodic_averaging:period=3"]
 )
 def test_the_mean_is_kept(started: Callable[..., list[SuperLearner]], strategy: str) -> None:
     """Promise 1, with chunks that travel over TCP while the models change."""

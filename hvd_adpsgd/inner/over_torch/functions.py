@@ -27,10 +27,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: Any = global_process_set,
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = global_process_set
 ) -> Any:
     """Return the object of learner `root_rank`; sent by cloudpickle."""
     is_root = world.rank() == root_rank

@@ -174,11 +174,7 @@ def judge_mpi(mpirun: str | None, launcher: str, library: Mapping[str, Any]) -> 
     return Finding(OK, what, f"{found}, and so is mpi4py's ({library['file']})")
 
 
-_LOWERS_THREADS = (
-    "MPI4PY_RC_THREAD_LEVEL",
-    "MPI4PY_RC_THREADS",
-    "HOROVOD_MPI_THREADS_DISABLE",
-)
+_LOWERS_THREADS = ("MPI4PY_RC_THREAD_LEVEL", "MPI4PY_RC_THREADS", "HOROVOD_MPI_THREADS_DISABLE")
 
 
 def judge_home(environ: Mapping[str, str]) -> Finding:

@@ -18,12 +18,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
-from hvd_adpsgd.torch.collectives.calls import (
-    described,
-    require_dense,
-    require_tensor,
-    run_call,
-)
+from hvd_adpsgd.torch.collectives.calls import described, require_dense, require_tensor, run_call
 from hvd_adpsgd.torch.collectives.reductions import allreduce
 from hvd_adpsgd.training.inside import told
 from hvd_adpsgd.training.means import among_counterparts

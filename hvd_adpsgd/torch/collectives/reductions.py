@@ -25,12 +25,7 @@ from hvd_adpsgd.inner.tensor_bytes import lent
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
-from hvd_adpsgd.torch.collectives.calls import (
-    described,
-    require_tensor,
-    require_tensors,
-    run_call,
-)
+from hvd_adpsgd.torch.collectives.calls import described, require_tensor, require_tensors, run_call
 from hvd_adpsgd.training.inside import told
 
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

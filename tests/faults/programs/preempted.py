@@ -79,9 +79,7 @@ def main() -> None:
         departure = worlds.current().departure
         departure.at_leave(lambda: save(args.folder, optimizer))  # after the engine's departure
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([model], lr=1.0),
-        named_parameters=[("model", model)],
-        exchanges_per_step=4,
+        torch.optim.SGD([model], lr=1.0), named_parameters=[("model", model)], exchanges_per_step=4
     )
     train(args, model, drift, optimizer)
     total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item()
