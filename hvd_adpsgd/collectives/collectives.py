@@ -95,7 +95,8 @@ class Collectives:
         steps: functions that return how many sets of gradients the super learner has averaged for an
             optimizer. If super learners wait for each other's steps, a second function per optimizer returns
             the number of steps made.
-        talks: by topic, what exchanges messages between and during operations, see `serve`.
+        talks: by topic, functions that are given the ranks of the learners not known to have ended and the
+            (rank, message) that others have sent, and return (rank, message) to send; they never wait.
         newcomers: ranks of the learners that have joined, a set per replacement of the communicators.
         is_newcomer: whether this learner has joined a running job.
         lock: orders the operations of several threads; an operation that another thread will run later takes
@@ -292,11 +293,7 @@ class Collectives:
             yield is_between
 
     def serve(self) -> None:
-        """Exchange messages of all `talks`, unless an operation runs; an operation that waits does so, too.
-
-        A talk is called with the ranks of the learners that are not known to have failed or left, and the
-        (rank, message) of its topic; returns (rank, message) to send. It must not raise, wait or call this.
-        """
+        """Exchange messages of all `talks`, unless an operation runs, which does so itself while it waits."""
         with self.between() as is_between:
             if is_between and self.talks:
                 self.messages.poll()

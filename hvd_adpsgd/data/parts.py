@@ -25,8 +25,7 @@ living super learners never serve one part: each Recover comes from further on i
 before, until all make new connections, after which all count the living alike.
 At least once: what a failed super learner held and has not reported as consumed is free again.
 
-Messages between two super learners arrive in order. With new connections, messages may be lost: questions are
-sent again, under the same numbers, and all facts.
+Messages arrive in order. With new connections, some may be lost: questions and facts are sent again.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -36,10 +35,7 @@ from typing import Any, NamedTuple
 from hvd_adpsgd.data.ranges import EPOCH, Ranges, count, merged, split, without
 
 REPORT_S = 1.0  # between two reports of what was consumed
-LEAST_PATIENCE_S = (
-    1.0  # a server that is silent for so long, and PATIENCE usual answers, is not waited for
-)
-PATIENCE = 10.0
+LEAST_PATIENCE_S, PATIENCE = 1.0, 10.0  # waits for a silent server: at least, in usual answers
 _FIRST_ANSWER_S = 0.05  # estimate of the time of an answer before the first
 _NEWEST = 0.2  # weight of the newest answer in the estimate
 
@@ -65,19 +61,12 @@ class Give(NamedTuple):
 
 
 class Consumed(NamedTuple):
-    """Positions consumed since the last report, by any super learner; and facts about the sender and the job.
-
-    Attributes:
-        ranges: the positions.
-        rate: of the sender, in positions per second; 0 if it is not known yet.
-        parts: number of parts of an epoch; None if the sender does not know it.
-        leaves: whether the sender answers no more questions.
-    """
+    """Positions that were consumed, by any super learner; and facts about the sender."""
 
     ranges: Ranges
-    rate: float
-    parts: int | None
-    leaves: bool = False
+    rate: float  # in positions per second; 0 if it is not known yet
+    parts: int | None  # number of parts of an epoch, if the sender knows it
+    leaves: bool = False  # whether the sender answers no more questions
 
 
 class Recover(NamedTuple):
@@ -116,10 +105,8 @@ class Parts:
         size: returns the number of positions of an epoch; the same on all.
 
     Attributes:
-        epoch: the epoch that this super learner takes positions of; None before the first.
-        ended: whether nothing is left of it here.
-        step: positions per step of this super learner.
-        lead: it asks when it has fewer positions than this.
+        epoch, ended: the epoch that this super learner is in; whether nothing is left of it here.
+        step, lead: positions per step; it asks when it has fewer than `lead`.
         rate: positions that it consumes per second; 0 if that is not known yet.
         consumed: positions known as consumed by any super learner.
         answer_s: usual time until an answer.
@@ -133,9 +120,7 @@ class Parts:
         self.consumed: Ranges = []
         self.answer_s = _FIRST_ANSWER_S
         self._founds = parts is not None
-        self._begun: set[int] = (
-            set()
-        )  # epochs that super learners have begun; none before the job's first
+        self._begun: set[int] = set()  # epochs known to be begun; none before the job's first
         self._left_early: set[int] = set()  # epochs that this one has begun and not ended
         self._living, self._ring = frozenset((me,)), me + 1
         self._servers: dict[int, int] = {}  # by part
@@ -188,13 +173,10 @@ class Parts:
     def members(
         self, living: Collection[int], ring: int, joined: Collection[int] = (), anew: bool = False
     ) -> None:
-        """Note which super learners live.
+        """Note which super learners live, this one included, of `ring` super_ranks.
 
-        Args:
-            living: their super_ranks, this one's included.
-            ring: number of super_ranks.
-            joined: those that have joined since the last call, also in the place of one that has failed.
-            anew: whether all super learners have made new connections since the last call.
+        `joined`: those that have joined since the last call, also in the place of failed ones; `anew`:
+        whether all have made new connections since then.
         """
         for rank in self._living.difference(living).union(self._living.intersection(joined)):
             self._lose(rank)
@@ -212,10 +194,10 @@ class Parts:
         self._news = self.consumed
         self.report()
         for ask, _ in self._asks.values():
-            self._send(self._servers[ask.part], ask)
+            self._out.append((self._servers[ask.part], ask))
         for part, served in self._served.items():
             for rank in sorted(served.awaited):
-                self._send(rank, Recover(part))
+                self._out.append((rank, Recover(part)))
 
     def receive(self, rank: int, message: Any, now: float) -> None:
         """Handle a message of super learner `rank`; `now` in seconds."""
@@ -250,9 +232,6 @@ class Parts:
         report = Consumed(self._news, self.rate, self.parts, leaves)
         self._out += [(rank, report) for rank in sorted(self._living - {self.me})]
         self._news = []
-
-    def _send(self, rank: int, message: Any) -> None:
-        self._out.append((rank, message))
 
     def _seek(self, epoch: int, now: float) -> None:
         """Ask for positions if few are left; end the epoch if none are."""
@@ -293,7 +272,7 @@ class Parts:
         self._number += 1
         ask = Ask(self._number, epoch, part, wanted, self.step, self.rate)
         self._asks[part] = ask, now
-        self._send(self._servers[part], ask)
+        self._out.append((self._servers[part], ask))
 
     def _accept(self, rank: int, message: Give, now: float) -> None:
         ask, asked_at = self._asks.get(message.part, (None, 0.0))
@@ -314,7 +293,7 @@ class Parts:
         if message.parts is None:
             self._ignorant.add(rank)
             if self.parts is not None:
-                self._send(rank, Consumed([], self.rate, self.parts))
+                self._out.append((rank, Consumed([], self.rate, self.parts)))
         elif self.parts is None:
             self._cut(message.parts)
 
@@ -347,7 +326,7 @@ class Parts:
             given = self._grant(served, rank, ask.epoch, number)
             answer = Give(ask.number, ask.part, given, count(self._free(served, ask.epoch)))
             served.answers[rank] = answer
-        self._send(rank, answer)
+        self._out.append((rank, answer))
 
     def _guided(self, ask: Ask, left: int) -> int:
         rates = {**self._rates, self.me: self.rate}
@@ -399,7 +378,7 @@ class Parts:
             awaited = set() if is_first else set(self._living - {self.me})
             self._served[part] = served = _Served(awaited)
             for rank in sorted(awaited):
-                self._send(rank, Recover(part))
+                self._out.append((rank, Recover(part)))
             if not awaited:
                 self._serve(part, served)
 
@@ -408,7 +387,7 @@ class Parts:
         if (rank - part) % self._ring >= (self._servers[part] - part) % self._ring:
             self._appoint(part, rank)
             held, consumed = (self._of_part(part, r) for r in (self._granted, self.consumed))
-            self._send(rank, Holds(part, held, consumed, self._begun))
+            self._out.append((rank, Holds(part, held, consumed, self._begun)))
 
     def _recover(self, rank: int, message: Holds) -> None:
         served = self._served.get(message.part)

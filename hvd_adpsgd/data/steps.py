@@ -10,16 +10,10 @@ class Steps:
 
     Step t of k learners with g positions each is positions t k g to (t + 1) k g, in the order in which they
     were appended: learner j has the j-th g of them. The last step may be shorter. There each learner has as
-    many as the first one: the last position is repeated.
-
-    Args:
-        learners: number k of learners of the super learner.
-        each: number g of positions per learner and step.
-        drops_last: whether a shorter last step is left out.
+    many as the first one: the last position is repeated; with `drops_last` it is left out.
 
     Attributes:
-        number: number of positions appended.
-        ended: whether no more come.
+        number, ended: number of positions appended; whether no more come.
     """
 
     def __init__(self, learners: int, each: int, drops_last: bool = False) -> None:

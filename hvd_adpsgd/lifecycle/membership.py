@@ -50,6 +50,7 @@ class Membership:
 
     Attributes:
         is_leader: whether this learner leads its super learner, and so may log failures as warnings.
+        founders: number of super learners at the start.
         is_minority: whether half or more of the super learners that have not left have failed.
         states: states of the super learners, by super_rank.
         sources: functions that return state changes, which `poll_sources` passes to `update`.
@@ -63,7 +64,7 @@ class Membership:
         left: NDArray[np.uint8] | None = None,
     ):
         self.states = [PeerState.ALIVE] * len(groups)
-        self.own = own
+        self.own, self.founders = own, len(groups)
         self._groups, self.names = groups, list(names)
         self.sources: list[Callable[[], Iterable[tuple[int, PeerState]]]] = []
         self._left = np.zeros(len(groups), dtype=np.uint8) if left is None else left

@@ -78,6 +78,7 @@ from hvd_adpsgd.torch.collectives import (
     grouped_allreduce_,
     join,
 )
+from hvd_adpsgd.torch.dynamic_sampler import DynamicBatchSampler, DynamicSampler
 from hvd_adpsgd.torch.horovod_ops import (
     Adasum,
     Average,
@@ -130,6 +131,8 @@ __all__ = [
     "DelayByOne",
     "DelayedGradients",
     "DistributedOptimizer",
+    "DynamicBatchSampler",
+    "DynamicSampler",
     "FixedRing",
     "GASLoC",
     "GossipPGA",

@@ -23,8 +23,7 @@ TICK_S = 0.02  # between two polls of a super learner
 GIVEN_UP_S = 600.0
 
 
-class Broken(AssertionError):
-    """A promise is broken."""
+class Broken(AssertionError): ...
 
 
 class Super:
@@ -284,7 +283,7 @@ class Job:
 
 
 def positions(runs: Ranges) -> list[int]:
-    return [i for start, stop in runs for i in range(start, stop)]
+    return [i for pair in runs for i in range(*pair)]
 
 
 def ran(*arguments: Any, **given: Any) -> Job:

@@ -1,0 +1,204 @@
+"""hvd.DynamicSampler and hvd.DynamicBatchSampler: an epoch is divided while it runs, by the learners' speeds.
+
+The laws: hvd_adpsgd/data/parts (between super learners), hvd_adpsgd/data/steps (inside one).
+"""
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from hvd_adpsgd.data.channel import Channel, channel_of
+from hvd_adpsgd.data.ranges import EPOCH, Ranges, without
+from hvd_adpsgd.data.sharding import Sharding, View
+from hvd_adpsgd.data.steps import Steps
+from hvd_adpsgd.errors import ConfigError, StrategyMismatchError, WorldError
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.presence import live
+
+
+class _Dynamic:
+    """What both samplers share; the arguments: see DynamicSampler."""
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        *,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self._length = dataset if isinstance(dataset, int) else len(dataset)
+        values = {"dataset": (self._length, 0), "batch_size": (batch_size, 1), "seed": (seed, 0)}
+        for name, (value, minimum) in values.items():
+            if type(value) is not int or value < minimum:
+                raise ConfigError(
+                    f"{type(self).__name__}({name}={value!r}): give an integer of {minimum} or more."
+                )
+        self.batch_size, self.drop_last, self.epoch = batch_size, drop_last, 0
+        self._shuffle = shuffle
+        self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
+        self._begun: set[int] = set()
+        self._sharding: Sharding | None = None
+        self._channel: Channel | None = None
+        self._rest: dict[int, Steps] = {}  # what is left of epochs that a resumed job continues
+        self._order = functools.lru_cache(3)(  # positions of an earlier epoch may be left over
+            lambda epoch: np.random.default_rng([seed, epoch]).permutation(self._length)
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, which gives its order; without a call it is the next integer."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and which positions of it no learner is known to have trained with.
+
+        Any learner can call it alone. What was consumed in the last second may be repeated after a resume.
+        """
+        epoch, rest = self.epoch, []
+        if self._sharding is not None and epoch - 1 in self._begun:
+            first = EPOCH * (epoch - 1)
+            rest = without([(first, first + self._size(epoch - 1))], self._sharding.consumed())
+        left = [pair for ranges in rest for pair in self._real(ranges)]
+        return {**self._identity, "epoch": epoch - bool(left), "left": left or None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was called, with any number of learners; all load the same state."""
+        other = {key: state.get(key) for key in self._identity}
+        if other != self._identity:
+            raise StrategyMismatchError(
+                f"{type(self).__name__}.load_state_dict: the state is of {other}, this sampler of "
+                f"{self._identity}. Give the sampler the dataset and the arguments that it was saved with."
+            )
+        self.epoch = state["epoch"]
+        if state["left"] is not None:
+            self._rest[self.epoch] = Steps(1, 1)
+            self._rest[self.epoch].append([(start, stop) for start, stop in state["left"]])
+
+    def _steps(self) -> Iterator[list[int]]:
+        """Iterate over the indices of this learner's steps of the next epoch."""
+        epoch = self.epoch
+        self._require_usable(epoch)
+        sharding = self._sharding_of_world()
+        self._begun.add(epoch)
+        self.epoch = epoch + 1
+        sharding.begin(epoch)
+        while ranges := sharding.next():
+            yield [index for pair in ranges for index in self._indices(pair)]
+
+    def _require_usable(self, epoch: int) -> None:
+        doing = f"{type(self).__name__}, epoch {epoch}"
+        if epoch in self._begun:
+            raise ConfigError(
+                f"{doing}: it was begun before. Call set_epoch with a new number, or never."
+            )
+        if self._channel is not None and self._channel.pid != os.getpid():
+            raise WorldError(
+                f"{doing}: in a forked process. Use the process that called hvd.init()."
+            )
+        if worlds.is_initialized() and worlds.current().collectives.joining:
+            raise WorldError(f"{doing}: this super learner has not joined. Call hvd.admit before.")
+        for averaging in live():
+            if averaging.plan.in_step is not None:
+                raise StrategyMismatchError(
+                    f"{doing}: with averaging={averaging.spec.strategy.spec()} super learners wait for each "
+                    "other in every round, so all must make the same number of steps. Use torch's "
+                    "DistributedSampler, or a strategy that never waits (random_pairs)."
+                )
+
+    def _sharding_of_world(self) -> Sharding:
+        """Return the Sharding; the first time, and in another World, make it."""
+        of_sampler = self._size, self.batch_size, self.drop_last, _made
+        if worlds.is_initialized():
+            channel = channel_of(worlds.current())
+            if self._sharding is None or self._channel is not channel:
+                self._channel, self._sharding = channel, channel.open(*of_sampler)
+        elif self._sharding is None:
+            self._sharding = Sharding(0, [[0]], 1, lambda: None, *of_sampler)
+            self._sharding.talk(View([[0]], frozenset((0,))), [])
+        return self._sharding
+
+    def _size(self, epoch: int) -> int:
+        return self._rest[epoch].number if epoch in self._rest else self._length
+
+    def _real(self, pair: tuple[int, int]) -> Ranges:
+        """Return the positions in the whole epoch of positions in what was left of it when it began here."""
+        epoch, start = divmod(pair[0], EPOCH)
+        stop = start + pair[1] - pair[0]
+        return self._rest[epoch].between(start, stop) if epoch in self._rest else [(start, stop)]
+
+    def _indices(self, pair: tuple[int, int]) -> list[int]:
+        if not self._shuffle:
+            return [i for start, stop in self._real(pair) for i in range(start, stop)]
+        order = self._order(pair[0] // EPOCH)
+        return [i for start, stop in self._real(pair) for i in order[start:stop].tolist()]
+
+    def _estimate(self) -> int:
+        """Return how many steps an epoch has on a learner if all are equally fast."""
+        learners = worlds.current().size if worlds.is_initialized() else 1
+        return math.ceil(self._length / learners / self.batch_size)
+
+
+class DynamicSampler(_Dynamic, Sampler[int]):
+    """A sampler for DataLoader(sampler=...) that gives faster learners more of each epoch.
+
+        sampler = hvd.DynamicSampler(dataset, batch_size=32)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+
+    Instead of DistributedSampler, which gives all learners equally many. Every index of an epoch goes to one
+    learner. No step waits for another super learner, and all end the epoch within about a step of each other.
+    What a super learner has not trained with when it fails goes to the others, if need be in the next epoch.
+    The last step of a super learner of several learners is filled up by repeating an index.
+
+    All learners make their samplers in the same order, with the same arguments. Indices are claimed when the
+    loader asks for them: its workers' prefetching counts as claimed.
+
+    Args:
+        dataset: the dataset, or its length.
+        batch_size: that of the loader: learners of a super learner get so many indices per step.
+        shuffle: whether an epoch has a random order, which follows from `seed` and the epoch's number.
+        seed: of the orders.
+        drop_last: whether to leave out the last step of a super learner if it is short.
+
+    Raises:
+        ConfigError: for a value out of its range, and on iterating over an epoch twice.
+        StrategyMismatchError: on iterating, with a strategy whose super learners wait for each other.
+        WorldError: on iterating before a joining super learner has called hvd.admit, or in a forked process.
+        LearnerFailedError: on iterating, if a learner of this super learner has failed.
+    """
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over this learner's indices of the next epoch."""
+        for indices in self._steps():
+            yield from indices
+
+    def __len__(self) -> int:
+        """Estimate the number of indices: those of an epoch, divided equally."""
+        return self._estimate() * self.batch_size
+
+
+class DynamicBatchSampler(_Dynamic, Sampler[list[int]]):
+    """The same for DataLoader(batch_sampler=...): each item is the list of a step's indices."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over the indices of this learner's steps of the next epoch."""
+        return self._steps()
+
+    def __len__(self) -> int:
+        """Estimate the number of steps: those of an epoch, divided equally."""
+        return self._estimate()
+
+
+def _made() -> int | None:
+    """Return how many batches the optimizers have stepped with; None without an optimizer that averages."""
+    counts = (
+        averaging.super_learner.mates.sets
+        * getattr(averaging.optimizer(), "backward_passes_per_step", 1)
+        for averaging in live()
+    )
+    return max(counts, default=None)

@@ -1,0 +1,83 @@
+"""Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, who is killed.
+
+A learner leaves what it has trained with in a file: a line per step, with its epoch and indices. One that is
+killed ends itself in its second epoch, once all others are known to be in theirs. With a fifth argument,
+failed learners are replaced, and all train two more epochs then.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from learner import say
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvd_adpsgd.torch as hvd
+
+SIZE, BATCH = 403, 4
+
+
+def main() -> None:
+    folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
+    pauses, victims = json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.arange(SIZE))
+    sampler = hvd.DynamicSampler(dataset, batch_size=BATCH, seed=3)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-9), named_parameters=model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.barrier()
+    begun, steps, ends = time.monotonic(), [], []
+    is_new = "HVD_ADPSGD_JOIN" in os.environ
+    replaces, has_lost, epoch = len(sys.argv) > 5, is_new, 0
+    name = f"{hvd.rank()}{'n' if is_new else ''}"
+    if replaces:
+        epoch = hvd.admit(model, optimizer, state=0)
+        epochs = epoch + 2 if is_new else 10**6
+    first = epoch
+    with (folder / f"{name}.steps").open("w", buffering=1) as out:
+        while epoch < epochs:
+            sampler.set_epoch(epoch)
+            (folder / f"{hvd.rank()}.{epoch}").touch()
+            for step, (batch,) in enumerate(loader):
+                at = time.monotonic()
+                if not is_new and epoch == 1 and step == 3 and hvd.rank() in victims:
+                    while not all((folder / f"{rank}.1").exists() for rank in range(hvd.size())):
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(pauses[hvd.rank()])
+                optimizer.zero_grad()
+                model(batch.float().unsqueeze(1)).sum().backward()
+                optimizer.step()
+                out.write(json.dumps([epoch, batch.tolist()]) + "\n")
+                steps.append(time.monotonic() - at)
+            ends.append(time.monotonic() - begun)
+            with hvd.averaged(model):
+                pass
+            epoch += 1
+            if replaces:
+                epoch = hvd.admit(model, optimizer, state=epoch)
+                if has_lost and not hvd.failed_ranks():
+                    epochs, has_lost = epoch + 2 if epochs == 10**6 else epochs, False
+                has_lost = has_lost or bool(hvd.failed_ranks())
+    state = sampler.state_dict()
+    said = {
+        "step_s": sum(steps) / len(steps),
+        "steps": len(steps),
+        "ends": ends,
+        "epochs": [first, epoch],
+    }
+    say(**said, length=len(loader), state=state, new=is_new)
+
+
+if __name__ == "__main__":
+    main()

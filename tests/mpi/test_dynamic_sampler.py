@@ -1,0 +1,72 @@
+"""DynamicSampler in jobs: every index is counted; a slow learner costs what it is slower, not more."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import Result, run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "dynamic.py"
+SIZE, BATCH = 403, 4  # as in the program
+
+
+def run(
+    folder: Path,
+    pauses: list[float],
+    inner: int = 1,
+    epochs: int = 3,
+    victims: tuple[int, ...] = (),
+    **how: str,
+) -> Result:
+    args = [str(folder), str(epochs), json.dumps(pauses), json.dumps(victims)]
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner)}
+    return run_learners(len(pauses), PROGRAM, args=args, env=env, **how)
+
+
+def trained(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
+    """The steps of a learner: epoch in which it was, and indices."""
+    lines = (folder / f"{rank}.steps").read_text().splitlines()
+    return [(epoch, indices) for epoch, indices in map(json.loads, lines)]
+
+
+def counts(folder: Path, ranks: list[int]) -> Counter[int]:
+    return Counter(i for rank in ranks for _, indices in trained(folder, rank) for i in indices)
+
+
+@pytest.mark.parametrize("how", ["mpirun", "gloo"])
+def test_a_slow_learner_gets_less(tmp_path: Path, how: str) -> None:
+    """The time is that of the summed speeds; with equal numbers of steps it would be 2.5 times as long."""
+    result = run(tmp_path, [0.15, 0.05, 0.05, 0.05], launcher=how)
+    facts = result.checked().by_rank()
+    assert counts(tmp_path, [0, 1, 2, 3]) == dict.fromkeys(range(SIZE), 3)
+    ideal = sum(one["steps"] for one in facts) / sum(1 / one["step_s"] for one in facts)
+    assert max(one["ends"][-1] for one in facts) < 1.5 * ideal, facts
+    assert all(one["length"] == 26 for one in facts)
+    assert facts[0]["steps"] < 0.6 * facts[1]["steps"]
+    assert facts[0]["state"]["epoch"] >= 2  # reports of the last second may be missing
+
+
+def test_the_learners_of_a_super_learner_make_equally_many_steps(tmp_path: Path) -> None:
+    result = run(tmp_path, [0.02, 0.02, 0.005, 0.005], inner=2)
+    result.checked()
+    for first, second in ((0, 1), (2, 3)):
+        shapes = [[(e, len(i)) for e, i in trained(tmp_path, rank)] for rank in (first, second)]
+        assert shapes[0] == shapes[1]
+    counted = counts(tmp_path, [0, 1, 2, 3])
+    assert set(counted) == set(range(SIZE)) and min(counted.values()) >= 3
+    assert sum(counted.values()) <= 3 * (SIZE + 2)  # short last steps are filled up
+
+
+def test_what_a_killed_super_learner_held_goes_to_the_others(tmp_path: Path) -> None:
+    result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,))
+    assert len(trained(tmp_path, 2)) > 3 and not (tmp_path / "2.2").exists()
+    assert [one["rank"] for one in result.by_rank()] == [0, 1, 3], result.report()
+    living, whole = counts(tmp_path, [0, 1, 3]), counts(tmp_path, [0, 1, 2, 3])
+    assert max(living.values()) <= 3  # at most once per epoch
+    assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 3

@@ -1,0 +1,95 @@
+"""The samplers on one learner, without a job; how the learners of a super learner divide a step."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import DataLoader
+
+import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.data.ranges import EPOCH, count, split, without
+from hvd_adpsgd.data.steps import Steps
+from hvd_adpsgd.errors import ConfigError, StrategyMismatchError
+from hvd_adpsgd.torch import dynamic_sampler
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [0, 1, 7, 101])
+def test_each_epoch_has_every_index_once_in_an_order_of_its_own(size: int, workers: int) -> None:
+    sampler = hvd.DynamicSampler(range(size), batch_size=5, seed=1)
+    loader = DataLoader(range(size), batch_size=5, sampler=sampler, num_workers=workers)
+    epochs = [[int(i) for batch in loader for i in batch] for _ in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == 2 * [list(range(size))]
+    assert size < 100 or epochs[0] != epochs[1]
+    again = hvd.DynamicSampler(size, batch_size=5, seed=1)
+    again.set_epoch(1)
+    assert list(again) == epochs[1]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_short_last_step_is_dropped_on_request(drops: bool) -> None:
+    sampler = hvd.DynamicBatchSampler(23, batch_size=5, shuffle=False, drop_last=drops)
+    assert [len(batch) for batch in sampler] == [5, 5, 5, 5] + [3] * (not drops)
+    assert len(sampler) == 5  # an estimate
+
+
+def test_a_resumed_epoch_has_the_rest() -> None:
+    size = 50
+    sampler = hvd.DynamicBatchSampler(size, batch_size=4)
+    list(sampler)
+    batches = iter(sampler)
+    seen = [next(batches) for _ in range(5)]
+    state = sampler.state_dict()  # the fifth is not consumed yet
+    other = hvd.DynamicBatchSampler(size, batch_size=3)
+    other.load_state_dict(state)
+    assert other.epoch == 1
+    half = iter(other)
+    rest = [next(half) for _ in range(2)]
+    third = hvd.DynamicBatchSampler(size)
+    third.load_state_dict(other.state_dict())  # stopped twice
+    taken = [i for batch in [*seen[:4], *rest[:1], *third] for i in batch]
+    assert sorted(taken) == list(range(size))
+    assert list(map(sorted, third)) and third.epoch == 3
+    with pytest.raises(StrategyMismatchError, match="seed"):
+        hvd.DynamicBatchSampler(size, seed=1).load_state_dict(state)
+
+
+def test_wrong_use_is_refused() -> None:
+    for wrong in ({"dataset": -1}, {"dataset": 3, "batch_size": 0}, {"dataset": 3, "seed": 0.5}):
+        with pytest.raises(ConfigError, match="give an integer"):
+            hvd.DynamicSampler(**wrong)  # type: ignore[arg-type]
+    sampler = hvd.DynamicSampler(3)
+    list(sampler)
+    sampler.set_epoch(0)
+    with pytest.raises(ConfigError, match="begun before"):
+        list(sampler)
+
+
+def test_strategies_with_rounds_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = hvd.GossipPGA(period=3)
+    plan, spec = SimpleNamespace(in_step=object()), SimpleNamespace(strategy=strategy)
+    monkeypatch.setattr(dynamic_sampler, "live", lambda: [SimpleNamespace(plan=plan, spec=spec)])
+    with pytest.raises(StrategyMismatchError, match="gossip_pga:period=3"):
+        list(hvd.DynamicSampler(3))
+
+
+@pytest.mark.parametrize("number", [0, 1, 11, 12, 13, 17])
+@pytest.mark.parametrize("learners", [1, 2, 3])
+def test_learners_make_equally_many_steps_of_equal_size(learners: int, number: int) -> None:
+    steps = Steps(learners, 2)
+    ranges = [(EPOCH, EPOCH + number // 2), (7, 7 + number - number // 2)]
+    steps.append(ranges)
+    assert steps.of_step(number // (2 * learners), 0) is None
+    steps.ended = True
+    taken: set[int] = set()
+    for step in range(number // (2 * learners) + 1):
+        shares = [steps.of_step(step, learner) or [] for learner in range(learners)]
+        assert len({count(share) for share in shares}) == 1
+        taken.update(i for share in shares for start, stop in share for i in range(start, stop))
+    assert taken == {i for start, stop in ranges for i in range(start, stop)}
+    assert steps.of_step(-(-number // (2 * learners)), 0) == []
+
+
+def test_sets_of_positions() -> None:
+    assert without([(0, 10), (20, 30)], [(2, 4), (9, 21), (29, 40)]) == [(0, 2), (4, 9), (21, 29)]
+    assert split([(5, 7), (0, 3)], 3) == ([(5, 7), (0, 1)], [(1, 3)])
+    assert split([(5, 7), (0, 3)], 2) == ([(5, 7)], [(0, 3)])
