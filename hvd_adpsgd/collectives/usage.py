@@ -37,7 +37,7 @@ class Caller(NamedTuple):
 class _Tally:
     operations: int = 0
     seconds: float = 0.0
-    # steps made in the present window; the first window begins after the first step
+    # steps made in the present window, which begins with an operation; the first one after the first step
     steps: int = -1
     # operations, and seconds in them, by caller, in the present window
     callers: dict[Caller, tuple[int, float]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Tally:
     kinds: Counter[str] = field(default_factory=Counter)  # of all operations
 
 
-_tally = _Tally()  # operations over all learners of this process
+tally = _Tally()  # operations over all learners of this process
 _inside = threading.local()  # the operation that the user calls, while this thread runs it
 _waiting: set[int] = set()  # threads of the script that are in an operation over all learners
 
@@ -72,12 +72,12 @@ def counted(operation: str) -> Iterator[Caller]:
         _inside.caller = None
         _waiting.discard(threading.get_ident())
         seconds = time.monotonic() - began
-        _tally.operations += 1
-        _tally.kinds[operation] += 1
-        _tally.seconds += seconds
+        tally.operations += 1
+        tally.kinds[operation] += 1
+        tally.seconds += seconds
         if not by_framework:
-            times, before = _tally.callers.get(caller, (0, 0.0))
-            _tally.callers[caller] = times + 1, before + seconds
+            times, before = tally.callers.get(caller, (0, 0.0))
+            tally.callers[caller] = times + 1, before + seconds
 
 
 @contextlib.contextmanager
@@ -100,9 +100,9 @@ def waiting(caller: Caller) -> Iterator[None]:
     finally:
         _waiting.discard(threading.get_ident())
         seconds = time.monotonic() - began
-        times, before = _tally.callers.get(caller, (0, 0.0))
-        _tally.callers[caller] = times, before + seconds
-        _tally.seconds += seconds
+        times, before = tally.callers.get(caller, (0, 0.0))
+        tally.callers[caller] = times, before + seconds
+        tally.seconds += seconds
 
 
 def is_waiting() -> bool:
@@ -129,20 +129,20 @@ def _caller(operation: str, frame: FrameType | None) -> Caller:
 
 
 def end_step(warns: bool) -> None:
-    """Count a step; log a warning, once, after WINDOW steps with more than LIMIT operations.
+    """Count a step with operations before it; warn, once, after WINDOW steps with more than LIMIT.
 
     Args:
         warns: whether this learner is the one that logs the warning.
     """
-    _tally.steps += 1
-    if 0 < _tally.steps < WINDOW:
+    tally.steps += 1
+    if 0 < tally.steps < WINDOW:
         return
-    callers, _tally.callers = _tally.callers, {}
-    is_whole, _tally.steps = _tally.steps == WINDOW, 0
+    callers, tally.callers = tally.callers, {}
+    is_whole, tally.steps = tally.steps == WINDOW, 0
     many = sum(times for times, _ in callers.values()) > LIMIT
-    if not (is_whole and many and warns) or _tally.has_warned:
+    if not (is_whole and many and warns) or tally.has_warned:
         return
-    _tally.has_warned = True
+    tally.has_warned = True
     most = max(callers, key=lambda caller: callers[caller])
     log.warning(
         "%d operations over all learners in %d steps: %.1f s lost waiting for the slowest learner. %s at "
@@ -158,9 +158,9 @@ def end_step(warns: bool) -> None:
 
 def calls(operations: Iterable[str]) -> int:
     """Return how many of these operations this process has made so far."""
-    return sum(_tally.kinds[operation] for operation in operations)
+    return sum(tally.kinds[operation] for operation in operations)
 
 
 def totals() -> dict[str, float]:
     """Return how many operations over all learners this process has made so far, and their seconds."""
-    return {"global_operations": _tally.operations, "global_operations_s": _tally.seconds}
+    return {"global_operations": tally.operations, "global_operations_s": tally.seconds}

@@ -32,7 +32,7 @@ from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
 from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import PEER_TABLES, ExchangeMetrics
-from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.model_memory import Memory, memory_of
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.step_rounds import StepRounds
@@ -96,14 +96,14 @@ class Engine:
         names: Sequence[str] = (),
         members: Sequence[int] = (),
         has_neighbours: bool = True,
-        memory: ModelMemory | None = None,
+        memory: Memory | None = None,
         shards: int = 1,
     ):
         self.config = config
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
-        self.memory = memory or ModelMemory(
-            config.chunk_kib * 1024, inner, outer is not None, shows, shards
+        self.memory = memory or memory_of(
+            shards, config.chunk_kib * 1024, inner, outer is not None, shows
         )
         self._outer = outer
         self._plan = plan
@@ -253,7 +253,7 @@ class Engine:
         if not keeps_memory:
             self.memory.hide()
         self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
-        self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
+        self.memory = memory_of(1, self.config.chunk_kib * 1024, None, False)
 
     def publish(self, step: int) -> None:
         """Let this super learner's learners read the corrections that exchanges have computed; once per step.
@@ -267,7 +267,8 @@ class Engine:
         if self.memory.published:
             return
         if self.loop is not None:
-            self.rounds.finish()
+            if self._plan.in_step is not None:
+                self.rounds.finish()
             self.check()
             if self.config.max_staleness is not None:
                 # corrections that exchanges compute after this publish() reach the parameters one step later
@@ -281,9 +282,10 @@ class Engine:
         A model with NaN or infinity (not `fit`) is not sent to peers. In rounds, where peers wait for an
         answer, its non-finite chunks are sent as empty messages.
         """
-        if self.loop is None or not self.memory.layout.nchunks:
+        own = self.memory.own
+        if self.loop is None or not own.nchunks:
             return  # a shard may have no chunk: there may be fewer chunks than shards
-        if self.memory.own.landing is None:
+        if own.landing is None and self._announced < len(own.layout.parts):
             self._announce()
         self.loop.offer(step, fit or self._plan.in_pairs)
         if self.loop.void_chunks() != self._seen_void:
@@ -364,7 +366,8 @@ class Engine:
         """Tell the memory how large a share exchanges move, unless each step has to copy the whole model."""
         config = self.config
         turns = leaves_out(self._plan, config)
-        self.memory.moving(Moves(share, config.exchanges_per_step) if turns else None)
+        for shard in self.memory.shards:
+            shard.moves = Moves(share, config.exchanges_per_step) if turns else None
 
     def check(self) -> None:
         """Raise the fatal failure that the engine's thread has stored, if there is one."""

@@ -1,19 +1,14 @@
-"""Metrics of a run: seconds by part of a step; exchanges, staleness and consensus distance of an engine.
-
-This module needs neither MPI nor torch; the clock (seconds as a float, like time.monotonic) is an argument.
-"""
+"""Metrics of an engine: exchanges, staleness and consensus distance. Needs neither MPI nor torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_adpsgd.theory.consensus import consensus_from_exchanges
-
-Clock = Callable[[], float]
 
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked", "mean of all")
@@ -56,73 +51,6 @@ TABLES = (
     *PEER_TABLES,
     Table("staleness", "chunks by staleness of the correction (63: or more)", "steps"),
 )
-
-
-# ---- counters -----------------------------------------------------------------------------------
-
-
-class Counters:
-    """Where the trainer's time goes: seconds by part of a step, sums and moving averages.
-
-    The parts are those of `PARTS`; the rest of a step is the user's forward and backward. Time counts
-    from the first `end_step`, without set-up and the first, slow step.
-
-    Args:
-        clock: returns seconds, like time.monotonic.
-        decay: factor in [0, 1) by which the weight of a past step in the moving averages shrinks per step.
-    """
-
-    def __init__(self, clock: Clock, decay: float = 0.98) -> None:
-        self.clock = clock
-        self.decay = decay
-        self.steps = 0
-        self.seconds = 0.0
-        self.sums = dict.fromkeys(PARTS, 0.0)
-        self.averages = dict.fromkeys((*PARTS, "step"), math.nan)
-        self._this_step = dict.fromkeys(PARTS, 0.0)
-        self._last_end: float | None = None
-
-    def add(self, part: str, seconds: float) -> None:
-        """Add seconds to one part of the current step."""
-        self._this_step[part] += seconds
-
-    def end_step(self) -> None:
-        """End the current step: update sums and moving averages, and begin the next step."""
-        now = self.clock()
-        if self._last_end is not None:
-            self._average("step", now - self._last_end)
-            self.seconds += now - self._last_end
-        self._last_end = now
-        self.steps += 1
-        for part, seconds in self._this_step.items():
-            self._average(part, seconds)
-            self.sums[part] += seconds
-            self._this_step[part] = 0.0
-
-    @property
-    def steps_per_s(self) -> float:
-        """Steps per second over all steps but the first; NaN before the second step."""
-        return (self.steps - 1) / self.seconds if self.seconds > 0 else math.nan
-
-    def to_dict(self) -> dict[str, float]:
-        """Return all counters in a dict: steps, seconds, steps_per_s, step_ema_s, <part>_s, <part>_ema_s."""
-        numbers: dict[str, float] = {
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "steps_per_s": self.steps_per_s,
-            "step_ema_s": self.averages["step"],
-        }
-        for part in PARTS:
-            numbers[f"{part}_s"] = self.sums[part]
-            numbers[f"{part}_ema_s"] = self.averages[part]
-        return numbers
-
-    def _average(self, name: str, value: float) -> None:
-        old = self.averages[name]
-        self.averages[name] = value if math.isnan(old) else old + (1 - self.decay) * (value - old)
-
-
-# ---- exchanges ----------------------------------------------------------------------------------
 
 
 def consensus_distance(before: Mapping[str, Any], now: Mapping[str, Any], super_size: int) -> float:

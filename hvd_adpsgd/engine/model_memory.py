@@ -8,20 +8,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.engine.layout import Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
-from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.engine.shard_memory import Arrivals, ShardMemory
 from hvd_adpsgd.engine.store import Store
-from hvd_adpsgd.engine.turns import Mark, Moves
+from hvd_adpsgd.engine.turns import Mark
+
+
+def memory_of(
+    shards: int, chunk_nbytes: int, inner: Any, leads: bool, shows: bool = False
+) -> Memory:
+    """Return the memory that trainer and engine share, of a model of so many shards: see ModelMemory."""
+    if shards == 1:
+        return ShardMemory(chunk_nbytes, inner, leads, shows)
+    return ModelMemory(chunk_nbytes, inner, leads, shows, shards)
 
 
 class ModelMemory:
-    """The memory that trainer and engine share, one ShardMemory for each shard of the model.
+    """The memory of a model that is cut into shards, one ShardMemory for each.
 
-    Learner i of the super learner has the engine's copy (mirror) of shard i; by default one shard, the
-    leader's, is the whole model. A learner with a shard publishes the shard's corrections and copies its part
-    of the parameters to the mirror; all learners add the corrections of all shards to their parameters.
+    Learner i of the super learner has the engine's copy (mirror) of shard i. A learner with a shard publishes
+    the shard's corrections and copies its part of the parameters to the mirror; all learners add the
+    corrections of all shards to their parameters.
     `layout` and `store` are those of this learner's shard.
 
     Args:
@@ -61,12 +69,6 @@ class ModelMemory:
 
     def hide(self) -> None:
         self.own.hide()
-
-    def add_pending(self, copies: NDArray[np.uintp]) -> None:
-        assert len(self.shards) == 1, (
-            "with several shards no corrections are pending when this is called"
-        )
-        self.own.add_pending(copies)
 
     def wants(self, step: int, due: bool, rate: float) -> bool:
         return self.own.wants(step, due, rate)
@@ -131,11 +133,6 @@ class ModelMemory:
         for shard in self.shards:
             shard.all_met(has_joined)
 
-    def moving(self, moves: Moves | None) -> None:
-        """Let passes that are not `whole` leave out chunks, as exchanges move little; with None, none."""
-        for shard in self.shards:
-            shard.moves = moves
-
     def absorb(
         self,
         addresses: NDArray[np.uintp],
@@ -155,3 +152,6 @@ class ModelMemory:
             for shard in self.shards
         ]
         return all(finite for finite, _ in found), any(corrected for _, corrected in found)
+
+
+Memory = ShardMemory | ModelMemory

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.arrivals import NONE, Arrivals, Pace
 from hvd_adpsgd.engine.layout import DTYPE_CODES, WHOLE, Layout, Shard, TensorSpec
 from hvd_adpsgd.engine.neighbours import ShownModel
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory, slots_of
@@ -31,6 +30,48 @@ _NOTE = np.dtype(
     [("goes", np.int32), ("training", np.int32), ("exchanges", np.float64), ("pace", np.float64)]
 )
 NO_SLOT = -1
+_STEPS = 20  # over which a pace is averaged
+
+
+class Arrivals(NamedTuple):
+    """Exchanges whose corrections are in the parameters; where chunks are rare (windows.pyx), of these.
+
+    Attributes:
+        exchanges: how many each corrected chunk has had; see Store.arrivals.
+        pace: share of the chunks that is corrected per step, as of late.
+    """
+
+    exchanges: float
+    pace: float
+
+    def plus(self, later: Arrivals) -> Arrivals:
+        """Return these and later ones."""
+        return Arrivals(self.exchanges + later.exchanges, later.pace or self.pace)
+
+
+NONE = Arrivals(0.0, 0.0)
+
+
+class Pace:
+    """The share of the chunks that is corrected per step: its mean over the last steps."""
+
+    def __init__(self) -> None:
+        self._count, self._mean = 0, 0.0
+        self._step: int | None = None
+
+    def after(self, covered: float, step: int | None = None) -> float:
+        """Return the mean, with corrections of the share `covered` of all chunks.
+
+        Args:
+            covered: the share.
+            step: number of the step; corrections with the number of the last ones are of the same step.
+        """
+        if step is None or step != self._step:
+            self._count = min(self._count + 1, _STEPS)
+            self._mean *= 1 - 1 / self._count
+        self._step = step
+        self._mean += covered / self._count
+        return self._mean
 
 
 class Area(NamedTuple):
@@ -107,7 +148,10 @@ class ShardMemory:
 
     Attributes:
         layout: where each element lies.
-        inner: see the arguments.
+        inner, leads: see the arguments.
+        is_alone: whether no other learner applies the corrections.
+        nchunks: number of chunks.
+        readable: whether all learners may read corrections from exchanges that this one has not applied.
         store: the chunks, for the engine.
         published: `publish` was called since the last `absorb`; that call may have been deferred.
         areas: the memory of each part of the layout.
@@ -136,8 +180,8 @@ class ShardMemory:
         self.store = Store(self._nslots)
         self.published = False
         self.inner = inner
-        self._alone = inner is None or inner.Get_size() == 1
-        self._leads = leads
+        self.is_alone = inner is None or inner.Get_size() == 1
+        self.leads = leads
         self._shows = shows
         self._thread_nbytes = thread_nbytes
         self._shown: tuple[SharedSlots, int, int] | None = None
@@ -147,9 +191,11 @@ class ShardMemory:
         self.step = -1
         self.filled = 0
         self._spans = self.layout.spans
+        self.nchunks = 0
+        self._starts_of: dict[tuple[int, int], list[int]] = {}  # see `_starts`
         # number of the slot that all learners may read and this learner has not applied, or NO_SLOT
         self._slot = NO_SLOT
-        self._met = False
+        self.readable = False
         self._calls = 0  # calls of publish, equal on all learners
         self._publications = 0  # calls of publish that were not deferred
         # by call of publish; shared by the super learner after `extend`
@@ -167,19 +213,13 @@ class ShardMemory:
         return any(chunk.rare for part in self.layout.parts for chunk in part.chunks)
 
     @property
-    def leads(self) -> bool:
-        """Whether this learner has the engine's copy of the shard (mirror)."""
-        return self._leads
+    def shards(self) -> list[ShardMemory]:
+        """The shards of a model that has one: see ModelMemory."""
+        return [self]
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other learner applies the corrections."""
-        return self._alone
-
-    @property
-    def readable(self) -> bool:
-        """Whether all learners may read corrections from exchanges that this learner has not applied."""
-        return self._met
+    def own(self) -> ShardMemory:
+        return self
 
     def extend(self, tensors: Sequence[TensorSpec]) -> None:
         """Average `tensors` too, from the next offer on; all learners of the super learner call this."""
@@ -190,7 +230,7 @@ class ShardMemory:
         front = shows * (lives + part.nbytes)
         shared = SharedSlots(places[-1], len(part.chunks), self.inner, front, self._leader)
         mirror = None
-        if self._leads:
+        if self.leads:
             mirror = (
                 private_memory(part.nbytes)
                 if shared.front is None
@@ -208,11 +248,12 @@ class ShardMemory:
                 DTYPE_CODES[chunk.dtype],
                 chunk.rare,
             )
-        if shared.front is not None and self._leads:
+        if shared.front is not None and self.leads:
             at = shared.front.ctypes.data
             self.store.show(at, at + lives)
             self._shown = shared, lives, part.fingerprint
-        self._spans = self.layout.spans
+        self._spans, self.nchunks = self.layout.spans, self.layout.nchunks
+        self._starts_of.clear()
         self.store.stream(sum(p.nbytes for p in self.layout.parts) > _CACHES_NBYTES)
 
     @property
@@ -255,7 +296,7 @@ class ShardMemory:
         Args:
             step: number of the trainer's step; None: another one than before.
         """
-        if self._leads:
+        if self.leads:
             goes = self.landing is None
             if goes:
                 self.store.publish()
@@ -264,7 +305,7 @@ class ShardMemory:
             pace = self._pace.after(covered, step)
             self._notes[self._calls % _ROWS] = goes, self.training, exchanges, pace
         self.published = True
-        if self._alone:
+        if self.is_alone:
             self.all_met()
 
     def _gathered(self) -> bool:
@@ -282,11 +323,11 @@ class ShardMemory:
             has_joined: whether the learner with this inner rank was in join() and contributed only zeros to
                 the all-reduce. If the leader was, it has not published either.
         """
-        if self.published and not self._met:
+        if self.published and not self.readable:
             if has_joined(self._leader):
                 self.published = False
                 return
-            self._met = True
+            self.readable = True
             note = self._notes[self._calls % _ROWS]
             self.training = int(note["training"])
             if note["goes"]:
@@ -297,7 +338,7 @@ class ShardMemory:
 
     def place(self) -> Place:
         """Return this learner's counts of publish() calls; call it only while `readable` is False."""
-        assert not self._met
+        assert not self.readable
         return Place(self.published, self._calls, self._publications, self._passes)
 
     def go_to(self, places: Sequence[Place]) -> None:
@@ -312,10 +353,11 @@ class ShardMemory:
     def take(self) -> int:
         """Return the number of the slot (buffer of corrections) to apply now, or NO_SLOT; mark it applied."""
         slot, self._slot = self._slot, NO_SLOT
-        self._applied = self._applied.plus(self._arriving)
-        self._arriving = NONE
-        if self._met:
-            self._met = self.published = False
+        if self._arriving is not NONE:
+            self._applied = self._applied.plus(self._arriving)
+            self._arriving = NONE
+        if self.readable:
+            self.readable = self.published = False
         return slot
 
     def take_arrivals(self) -> Arrivals:
@@ -345,12 +387,12 @@ class ShardMemory:
             Whether every parameter that was looked at is finite, and whether a correction was added; equal on
             all learners of the super learner.
         """
-        every, checked = self.turns(whole)
-        starts = self._starts(threads, every)
+        every, checked = (1, 1) if whole or self.moves is None else self.turns()
+        starts = self._starts_of.get((threads, every)) or self._starts(threads, every)
         self._passes += not whole
         turn, wanted = self._passes, None
-        if every > 1 and self.layout.nchunks:
-            wanted = marked(mark, self.layout.nchunks)
+        if every > 1 and self.nchunks:
+            wanted = marked(mark, self.nchunks)
         found = self.store.absorb(
             self._spans, addresses, self.take(), step, starts, every, checked, turn, wanted
         )
@@ -369,6 +411,7 @@ class ShardMemory:
         runs = max(1, min(threads, _MOST_THREADS, nbytes // self._thread_nbytes))
         chunks = [self.layout.nchunks * i // runs for i in range(runs)]
         found: list[int] = np.searchsorted(self._spans[:, 2], chunks).tolist()
+        self._starts_of[threads, every] = found
         return found
 
     def wants(self, step: int, due: bool, rate: float) -> bool:

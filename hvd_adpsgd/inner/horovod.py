@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 elif backend() == "torch":
     from hvd_adpsgd.inner.over_torch import *
 else:
+    BUCKET_NBYTES = 0  # Horovod fuses small tensors itself
     from horovod.common.util import num_rank_is_power_2
     from horovod.torch import *
     from horovod.torch.mpi_ops import _basics, gpu_available, handle_average_backwards_compatibility

@@ -113,13 +113,13 @@ class Membership:
 
     def _staying(self, failed: bool) -> int:
         """Return how many super learners have not left; `failed`: whether to count failed super learners."""
-        gone = {PeerState.LEFT} if failed else {PeerState.LEFT, PeerState.FAILED}
-        return sum(state not in gone for state in self.states)
+        return self.training_count + failed * self.states.count(PeerState.FAILED)
 
     @property
     def training_count(self) -> int:
         """The number of super learners that train: all that have neither left nor failed."""
-        return self._staying(failed=False)
+        states = self.states
+        return len(states) - states.count(PeerState.LEFT) - states.count(PeerState.FAILED)
 
     @property
     def is_alone(self) -> bool:

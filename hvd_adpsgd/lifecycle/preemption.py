@@ -169,7 +169,7 @@ def unwatch() -> None:
 def block_if_leaving() -> None:
     """Block the calling thread, until the process ends, if its super learner leaves after SIGTERM."""
     departure = _departure
-    if departure is not None and departure.is_asked:
+    if departure is not None and departure._flags[_ASKED]:
         time.sleep(_HELD_S)
         _end()
 

@@ -13,7 +13,7 @@ from hvd_adpsgd.errors import GradientOrderError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.inner_averaging import AveragingReducer
-from hvd_adpsgd.training.reducer import Group, Reducer, Running
+from hvd_adpsgd.training.reducer import Group, Running
 
 
 class AdasumReducer(AveragingReducer):
@@ -48,7 +48,6 @@ class AdasumReducer(AveragingReducer):
                 group.running = self._begin(group.parameters)
             self.gradients.submit(group.parameters, self.trained)
         self._submitted.append(group)
-        self._waiting.pop(group.parameters[0], None)
 
     @torch.no_grad()
     def _begin(self, parameters: tuple[torch.Tensor, ...]) -> list[Running]:
@@ -73,12 +72,6 @@ class AdasumReducer(AveragingReducer):
         (parameter,), (handle,), (context,) = running
         change = self._compression.decompress(horovod.synchronize(handle), context)
         parameter.copy_(self._starts.pop(parameter).add_(change))
-
-    def before_zero_grad(self) -> None:
-        if self.averaging is None:
-            Reducer.before_zero_grad(self)
-        else:
-            super().before_zero_grad()
 
     def synchronize(self) -> None:
         """Do nothing: step() waits."""

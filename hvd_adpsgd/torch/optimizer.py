@@ -206,15 +206,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 def _hook_first(wrapped: Any, averaging: Averaging) -> None:
     """Let `after_update` run before the script's step hooks, which may read the optimizer's state."""
-    plain = weakref.ref(averaging)
-
-    def end(*_: Any) -> None:
-        if (its := plain()) is not None:
-            its.after_update()
-
-    hook = wrapped.register_step_post_hook(end)
+    hook = wrapped.register_step_post_hook(functools.partial(_end_update, weakref.ref(averaging)))
     wrapped._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
     averaging.at_stop.append(hook.remove)
+
+
+def _end_update(averaging: weakref.ref[Averaging], *_: Any) -> None:
+    if (found := averaging()) is not None:
+        found.rule.after_update()
 
 
 def _join_if_synchronous(world: World, strategy: Strategy) -> World:
@@ -276,7 +275,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             try:
                 loss = self._parent.step(self, _synchronized(self, closure))
             finally:
-                averaging.after_update()
+                averaging.rule.after_update()
         averaging.finish_step()
         return loss
 
@@ -294,7 +293,8 @@ def _synchronized(self: Any, closure: Callable[[], Any] | None) -> Callable[[], 
                 loss = closure()
             self._reducer.before_step()
             averaging.spec.strategy.refuse("step(closure)", UnsupportedOptimizerError)
-        averaging.before_update()
+        with torch.no_grad():
+            averaging.rule.before_update()
         return loss
 
     return evaluate

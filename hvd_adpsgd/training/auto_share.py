@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.metrics import Counters
 from hvd_adpsgd.engine.turns import LONGEST
 from hvd_adpsgd.formats import Format
 from hvd_adpsgd.strategies.share_control import ShareControl, Spent
+from hvd_adpsgd.training.timeline import Counters
 
 _STEPS = 8  # between two looks at the counters
 _LONG = 8.0  # times the usual time: such a step has an evaluation or a checkpoint in it

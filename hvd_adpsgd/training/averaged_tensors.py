@@ -1,6 +1,7 @@
 """The tensors that an optimizer averages; the engine reads and corrects them in place, or through copies."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.model_memory import Memory
+from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.launch.world import World
-from hvd_adpsgd.training.consistency import require_known, require_same_inside, unanimous
-from hvd_adpsgd.training.cores import pass_threads
+from hvd_adpsgd.training.consistency import require_same_inside, unanimous
 from hvd_adpsgd.training.parameters import AveragingSpec, Parameters
 from hvd_adpsgd.training.sharded import require_not_replaced
 from hvd_adpsgd.training.staging import PIECE_NBYTES, Staging
@@ -42,7 +43,7 @@ class AveragedTensors:
         memory: the engine's memory, after `bind`.
     """
 
-    memory: ModelMemory
+    memory: Memory
 
     def __init__(
         self,
@@ -93,7 +94,16 @@ class AveragedTensors:
 
         The first call also raises it if fully_shard has replaced one.
         """
-        require_known(self.trained, groups)
+        known = self.trained
+        for i, group in enumerate(groups):
+            for j, p in enumerate(group["params"]):
+                if p.requires_grad and id(p) not in known:
+                    raise ModelMismatchError(
+                        f"parameter {j} of group {i}, shape {list(p.shape)}, is trained and not averaged: "
+                        "when the optimizer was wrapped it was frozen (requires_grad=False) or not in the "
+                        "group. Wrap first and freeze then, add it by add_param_group, or wrap a new "
+                        "optimizer."
+                    )
         if self._unseen is None:
             return
         require_not_replaced(self._unseen.trained)
@@ -101,7 +111,7 @@ class AveragedTensors:
             require_no_ddp({p for group in groups for p in group["params"]})
         self._unseen = None
 
-    def bind(self, memory: ModelMemory) -> None:
+    def bind(self, memory: Memory) -> None:
         """Use `memory` as the engine's: parameters on devices are copied to and from `memory` from now on."""
         self.memory = memory
         if self.parameters.staged:
@@ -188,13 +198,26 @@ class AveragedTensors:
                 host, float64 for float64 tensors, else float32.
         """
         places = [copies[id(t)].data_ptr() if id(t) in copies else 0 for t in self.parameters.given]
-        self.memory.add_pending(np.array(places, dtype=np.uintp))
+        self.memory.own.add_pending(np.array(places, dtype=np.uintp))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Drop the 16-bit rounding errors of `tensors`, which average_model has overwritten with the mean."""
         replaced = {id(tensor) for tensor in tensors}
         mine = enumerate(self.parameters.given)
         self.memory.forget([i for i, tensor in mine if id(tensor) in replaced])
+
+
+def pass_threads(learners: int) -> int:
+    """Return the number of threads with which this learner adds corrections to its model.
+
+    As many as torch has, but no more than this learner's share of the host's cores: without OMP_NUM_THREADS
+    torch has one thread per core in every learner.
+
+    Args:
+        learners: number of learners on this host.
+    """
+    share = (os.cpu_count() or 1) // learners
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), share))
 
 
 def _shards(world: World, spec: AveragingSpec) -> int:

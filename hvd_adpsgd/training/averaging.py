@@ -2,13 +2,14 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from hvd_adpsgd.engine.arrivals import Arrivals
 from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.shard_memory import Arrivals
 from hvd_adpsgd.errors import (
     ModelMismatchError,
     NonFiniteModelError,
@@ -18,13 +19,14 @@ from hvd_adpsgd.errors import (
 )
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
+from hvd_adpsgd.strategies.plan import Rounds
 from hvd_adpsgd.training.auto_share import AutoShare
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.first_models import FirstModels
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
-from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments
+from hvd_adpsgd.training.shared_moments import SharedMoments
 from hvd_adpsgd.training.step_order import StepOrder
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
@@ -43,6 +45,7 @@ class Averaging:
 
     Attributes:
         plan: the strategy's plan for this super learner.
+        engine: the present engine, which exchanges models with peers; `move_to` may replace it.
         rule: the strategy's update rule, which changes the model besides averaging.
         step: number of steps made; with a strategy in step the same on all super learners.
         restart: whether the rule resets to the model at the next step.
@@ -75,7 +78,15 @@ class Averaging:
         rate = spec.config.exchanges_per_step * spec.config.first_share
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         if spec.moments is not None:
-            self.rule = self._sharing(spec.moments)
+            told = _Exchanged(self)
+            self.rule = SharedMoments(
+                spec.trained,
+                told.optimizer,
+                spec.moments,
+                told.weight,
+                told.training,
+                told.arrivals,
+            )
         self.step = 0
         self.restart = True
         self.stopped = ""
@@ -84,7 +95,8 @@ class Averaging:
         self.pauses = self.holds_mean = 0
         self.waits_for_peers = False
         self._submitted = 0  # number of gradients submitted to Horovod for the step under way
-        self._steps = Steps()
+        self._waits = self.plan.in_step is not None or spec.config.bounds_staleness
+        self._steps = None if self.plan.in_step is None else Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged(), self.rule.moments)
         self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
@@ -95,42 +107,17 @@ class Averaging:
         self.engines = Engines(
             self.super_learner, spec, self.tensors, self.record, self.order.require_step
         )
-
-    def _sharing(self, kind: Adaptive) -> SharedMoments:
-        """Make the rule by which the optimizer's moments are those of all super learners."""
-
-        def optimizer() -> torch.optim.Optimizer:
-            found = self.optimizer()
-            assert found is not None, (
-                "the rule is called in steps of the optimizer, and where it is loaded"
-            )
-            return found
-
-        def training() -> int:
-            return self.engine.memory.training or self.world.super_size
-
-        def arrivals() -> Arrivals:
-            return self.engine.memory.take_arrivals()
-
-        def weight() -> float:
-            return self.plan.weight
-
-        return SharedMoments(self.spec.trained, optimizer, kind, weight, training, arrivals)
-
-    @property
-    def engine(self) -> Engine:
-        """Return the present engine, which exchanges models with peers; `move_to` may replace it."""
-        return self.engines.current
+        self.engine = self.engines.current
 
     @property
     def _lands_later(self) -> bool:
         """Whether steps go on before devices have copied the model to the engine and checked it for NaN."""
-        waits = self.plan.in_step is not None or self.spec.config.bounds_staleness
-        return self.tensors.are_staged and not waits
+        return self.tensors.are_staged and not self._waits
 
     def move_to(self, world: World, engine: Engine, within_s: float) -> None:
         """Use `world` and `engine` from now on: a super learner has joined, and averaging pauses."""
         self.engines.replace(engine, within_s)
+        self.engine = engine
         self.world = self.tensors.world = self.super_learner.world = world
         engine.memory.inner = self.engines.holders(world.inner)
         self.super_learner.mates.regains_quorum()
@@ -144,9 +131,10 @@ class Averaging:
             also_before_joining: whether a super learner that has not joined yet passes this check.
         """
         preemption.block_if_leaving()
-        if self.super_learner.broken is not None:
+        inner = self.super_learner
+        if inner.broken is not None:
             self.stop("a learner of this super learner failed")
-            raise self.super_learner.broken
+            raise inner.broken
         if self.stopped:
             raise NotInitializedError(
                 f"this optimizer has stopped averaging: {self.stopped} after it was wrapped. Use an "
@@ -158,7 +146,8 @@ class Averaging:
                 "get their own values back after it. Leave the block before backward(), step(), "
                 "average_model or averaging_paused."
             )
-        self.super_learner.require_joined(also_before_joining)
+        if inner.mates.is_away or self.world.collectives.joining:
+            inner.require_joined(also_before_joining)
 
     def before_gradient(self, count: int, total: int) -> None:
         """Prepare for the submission of `count` of the step's `total` gradients to Horovod.
@@ -189,22 +178,23 @@ class Averaging:
             self.world.inner_size == 1
         ):  # with several learners before_gradient() has checked the tensors
             self.tensors.parameters.check()
-        self.order.entered()
+        self.order.thread = threading.get_ident()
         if self.restart and not self.step:
             self.first_models.before_first_step()
         if self.restart:
             self.restart = False
             with torch.no_grad():
                 self.rule.start()
-        self.first_models.before_update()
+        if not self.first_models.is_over:
+            self.first_models.before_update()
         self.tensors.before_update()
-        self._steps.begin()
+        if self._steps is not None:
+            self._steps.begin()
         try:
             yield
         finally:
-            if self.plan.in_step is None:  # no peer waits for a round of this step
-                self._steps.end()
-            self._steps.leave()
+            if self._steps is not None:
+                self._steps.leave()
 
     @contextlib.contextmanager
     def reducing(
@@ -232,8 +222,9 @@ class Averaging:
                 yield
         self._submitted = 0
         self.super_learner.mates.averaged()
-        self.first_models.after_gradients(self.step)
-        if self.plan.in_step is not None and not again:
+        if not self.first_models.is_over:
+            self.first_models.after_gradients(self.step)
+        if self._steps is not None and not again:
             self._steps.averaged()
         if gradients:
             self.engine.memory.all_met(self.super_learner.mates.has_joined)
@@ -254,16 +245,6 @@ class Averaging:
         return self.step > 0
 
     @torch.no_grad()
-    def before_update(self) -> None:
-        """Prepare the optimizer's state for the update that it makes next, in its step."""
-        self.rule.before_update()
-
-    @torch.no_grad()
-    def after_update(self) -> None:
-        """End what `before_update` has prepared; may be called again."""
-        self.rule.after_update()
-
-    @torch.no_grad()
     def finish_step(self) -> None:
         """Add corrections from exchanges to the model, offer it to peers, run the round of this step, if any.
 
@@ -271,12 +252,15 @@ class Averaging:
             NonFiniteModelError: with nonfinite="raise", if a parameter is infinite or not a number; the
                 model was not offered to peers.
         """
-        self._run_owed_rounds()
+        rounds, later = self._steps, self._lands_later
+        if rounds is not None:
+            self._run_owed_rounds(rounds)
         with self.record.part("collect", self.step):
-            finite = self._collect()
+            finite = self._collect(later)
         with self.record.part("offer", self.step):
-            self._offer(finite, in_step=self._steps.due)
-        self._steps.end()
+            self._offer(finite, later, in_step=rounds is None or rounds.due)
+        if rounds is not None:
+            rounds.end()
         self.record.end_step(self.engine)
         if self.share is not None:
             self.share.after_step(self.engine, self.record.counters)
@@ -298,33 +282,36 @@ class Averaging:
                 "rate, or clip gradients."
             )
 
-    def _collect(self) -> bool:
+    def _collect(self, later: bool) -> bool:
         """Add corrections from exchanges to the model, copy it to the engine; return whether it is finite."""
         if self._averages_gradients:  # before_optimizer() has added this step's corrections
             return self.absorb()
         self._publish_inside()
         self.rule.pass_time(self.step)
         self.rule.before_corrections()
-        finite = self.absorb(waits=not self._lands_later, whole=not self._is_finite)
+        finite = self.absorb(waits=not later, whole=not self._is_finite)
         self._is_finite = finite
         self.rule.after_corrections()
         return finite
 
-    def _offer(self, finite: bool, in_step: bool = True) -> None:
-        """Offer the model to peers; with `in_step`, also begin the round that is due, and count the step."""
-        if (
-            not self._lands_later
-        ):  # else staging offers the model when its copy to the engine is complete
+    def _offer(self, finite: bool, later: bool, in_step: bool = True) -> None:
+        """Offer the model to peers, unless staging does `later`, when its copy to the engine is complete.
+
+        With `in_step`, also begin the round that is due, and count the step.
+        """
+        if not later:
             self.engine.offer(self.step, finite)
-        self.engines.tell_membership()
+        if self.engines.tells and (news := self.engine.report()):
+            self.world.membership.update(self.engines.noticed(news), self.step)
+        self.engine.memory.training = self.world.membership.training_count
         if in_step:
-            self._round()
+            if self.plan.in_step is not None:
+                self._round(self.plan.in_step)
             self.step += 1
 
-    def _round(self) -> None:
+    def _round(self, rounds: Rounds) -> None:
         """Begin the round that is due after this step, if any; wait for the round if `Rounds.waits`."""
-        rounds = self.plan.in_step
-        if rounds is None or not rounds.is_due(self.step):
+        if not rounds.is_due(self.step):
             return
         self.order.begun = self.step
         self.engine.rounds.begin(self.step // rounds.period)
@@ -344,21 +331,22 @@ class Averaging:
         A round is owed if a step is skipped after synchronize() (GradScaler does on overflow), or if an
         operation over all learners comes between synchronize() and step().
         """
-        if self.stopped or self._steps.inside or self.plan.in_step is None or self.engine.failed:
+        rounds = self._steps
+        if self.stopped or rounds is None or rounds.inside or self.engine.failed:
             return
-        self._steps.all_wait()
-        self._run_owed_rounds()
+        rounds.all_wait()
+        self._run_owed_rounds(rounds)
 
-    def _run_owed_rounds(self) -> None:
+    def _run_owed_rounds(self, rounds: Steps) -> None:
         """Run the rounds of skipped steps, for which peers wait, with the current parameters.
 
         Raises:
             UnsupportedOptimizerError: if the strategy refuses skipped steps.
         """
-        while self._steps.owed:
+        while rounds.owed:
             self.spec.strategy.refuse("a skipped step()", UnsupportedOptimizerError)
-            self._steps.owed -= 1
-            self._offer(self.take_in())
+            rounds.owed -= 1
+            self._offer(self.take_in(), self._lands_later)
 
     def take_in(self) -> bool:
         """Add corrections from all exchanges so far to the parameters; return whether these are finite."""
@@ -415,6 +403,27 @@ class Averaging:
             while True:
                 self.at_stop.pop()()
         self.engines.end()
+
+
+class _Exchanged:
+    """What SharedMoments asks of the averaging of an optimizer."""
+
+    def __init__(self, averaging: Averaging):
+        self._averaging = averaging
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        found = self._averaging.optimizer()
+        assert found is not None, "called in steps of the optimizer, and where it is loaded"
+        return found
+
+    def training(self) -> int:
+        return self._averaging.engine.memory.training or self._averaging.world.super_size
+
+    def arrivals(self) -> Arrivals:
+        return self._averaging.engine.memory.take_arrivals()
+
+    def weight(self) -> float:
+        return self._averaging.plan.weight
 
 
 def _report_nonfinite(averaging: Averaging) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -166,18 +166,6 @@ def require_same_inside(world: World, doing: str, named: list[tuple[str, torch.T
         if other != told[0]:
             first, who = (f"learner {ranks[i]}" for i in (0, inner_rank))
             raise ModelMismatchError(f"{doing}: " + _difference(told[0], other, who, first))
-
-
-def require_known(trained: Collection[int], groups: Iterable[dict[str, Any]]) -> None:
-    """Raise ModelMismatchError if param_groups train a parameter whose id is not in `trained`."""
-    for i, group in enumerate(groups):
-        for j, p in enumerate(group["params"]):
-            if p.requires_grad and id(p) not in trained:
-                raise ModelMismatchError(
-                    f"parameter {j} of group {i}, shape {list(p.shape)}, is trained and not averaged: when "
-                    "the optimizer was wrapped it was frozen (requires_grad=False) or not in the group. "
-                    "Wrap first and freeze then, add it by add_param_group, or wrap a new optimizer."
-                )
 
 
 def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.model_memory import Memory, memory_of
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.launch.world import Communicators, World
 from hvd_adpsgd.lifecycle import preemption
@@ -32,6 +32,7 @@ class Engines:
         look: called while an engine waits for a round: see StepRounds.look.
 
     Attributes:
+        tells: whether this learner's engine tells of peers.
         current: the engine; on a joining super learner it has no thread until that has joined.
     """
 
@@ -45,8 +46,9 @@ class Engines:
     ):
         self._super_learner, self._strategy, self._tensors = super_learner, spec.strategy, tensors
         self._record, self._look = record, look
+        self.tells = super_learner.world.is_leader or tensors.are_sharded
         self._config = _with_chunks_for(spec.config, tensors.specs[0])
-        self._ahead: ModelMemory | None = None
+        self._ahead: Memory | None = None
         self.current = self._first()
         try:
             tensors.bind(self.current.memory)
@@ -94,12 +96,12 @@ class Engines:
     def make_memory_ahead(self) -> None:
         """Allocate, on a joining super learner, its next engine's memory before the other learners wait."""
         shows = self._has_shard and self._config.same_host == "memory"
-        self._ahead = ModelMemory(
+        self._ahead = memory_of(
+            self._tensors.shards,
             self._config.chunk_kib * 1024,
             self.holders(self._world.inner),
             self._has_shard,
             shows,
-            self._tensors.shards,
         )
         for specs in self._tensors.specs:
             self._ahead.extend(specs)
@@ -127,25 +129,16 @@ class Engines:
         self._super_learner.barrier()
         self.current.memory.all_met()
 
-    def tell_membership(self, ends: bool = False) -> None:
-        """Report to `membership` which peers have failed, left or answered again since the last call.
-
-        Args:
-            ends: whether the engine has ended, and with it the averaging.
-        """
-        membership = self._world.membership
-        membership.update(self.peer_news(), self._super_learner.step(), ends)
-        self.current.memory.training = membership.training_count
-
     def peer_news(self) -> list[tuple[int, PeerState]]:
         """Return (super_rank, state) of peers whose state has changed; [] on learners that do not lead.
 
         Where each learner averages a part of its own, its engine tells it; the leader logs it.
         """
-        knows = self._world.is_leader or self._tensors.are_sharded
-        news = self.current.report() if knows else []
+        return self.noticed(self.current.report()) if self.tells else []
+
+    def noticed(self, news: list[tuple[int, PeerState]]) -> list[tuple[int, PeerState]]:
+        """Return an engine's report, after looking for learners of failed peers that have left in order."""
         if any(state is PeerState.FAILED for _, state in news):
-            # the learners of a failed peer may have left in order
             self._world.collectives.poll_departures()
         return news
 
@@ -157,7 +150,8 @@ class Engines:
         """Stop the engine, which notifies the peers, and free its memory; takes bounded time."""
         world = self._world
         self.current.stop(broken=world.teardown.fails or self._has_lost_a_learner())
-        self.tell_membership(ends=True)
+        self._world.membership.update(self.peer_news(), self._super_learner.step(), ends=True)
+        self.current.memory.training = self._world.membership.training_count
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self._record.events(self.current)
@@ -189,7 +183,7 @@ class Engines:
         outer: Any,
         members: Sequence[int],
         gather: Callable[[Any], list[Any]] | None,
-        memory: ModelMemory | None = None,
+        memory: Memory | None = None,
         **options: Any,
     ) -> Engine:
         world = self._world

@@ -39,6 +39,9 @@ class FirstModels:
         world: the World of this learner.
         spec: the tensors of the optimizer.
         mates: the other learners of the super learner.
+
+    Attributes:
+        is_over: whether nothing is compared in later steps.
     """
 
     def __init__(self, world: World, spec: AveragingSpec, mates: Mates):
@@ -53,6 +56,7 @@ class FirstModels:
         self._may_differ = differ and not _has_stepped[0]
         self._first_set: int | None = None
         self._tries = 2
+        self.is_over = False
 
     def skip(self) -> None:
         """Compare nothing."""
@@ -61,6 +65,7 @@ class FirstModels:
     def before_update(self) -> None:
         """Record the model with which the first step is made, for the other learners of the super learner."""
         _has_stepped[0] = True
+        self.is_over = not self._tensors or self._world.inner_size == 1
         if self._first_set is None and self._tensors and self._world.inner_size > 1:
             self._first_set = self._mates.sets
             self._mates.starts_from(_sum(self._tensors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import torch
 from hvd_adpsgd.engine.shared_memory import shared_table
 
 Parameters = Iterable[torch.Tensor]
+
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class _Mark(NamedTuple):
@@ -33,7 +36,9 @@ class _Mark(NamedTuple):
     def is_as_it_was(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradient still is this tensor, and was not changed in place."""
         grad = parameter.grad
-        return self.is_of(parameter) and (grad is None or grad._version == self.version)
+        if self.grad is None or grad is None:
+            return self.grad is None and grad is None
+        return self.grad() is grad and grad._version == self.version
 
 
 class Gradients:
@@ -60,7 +65,7 @@ class Gradients:
             self._computed[parameter] = _Mark.of(parameter)
 
     def submit(self, parameters: Parameters, trained: Collection[torch.Tensor]) -> bool:
-        """Record that the gradients of `parameters` are submitted to Horovod.
+        """Record that the gradients of `parameters` are submitted to Horovod, or will be with their group.
 
         Args:
             parameters: parameters whose gradients are submitted.
@@ -72,13 +77,19 @@ class Gradients:
         """
         self.averaged = False
         if not self._submitted:
-            self._awaited = sum(p.requires_grad for p in trained)
+            self._awaited = sum(map(REQUIRES_GRAD, trained))
         for p in parameters:
-            self._submitted[p] = _Mark.of(p)
-            self._computed.pop(p, None)
-        return len(self._submitted) >= self._awaited and all(
-            p in self._submitted for p in trained if p.requires_grad
-        )
+            if p not in self._submitted:
+                self._submitted[p] = _Mark.of(p)
+                self._computed.pop(p, None)
+        if len(self._submitted) < self._awaited:
+            return False
+        return self._submitted.keys() >= set(filter(REQUIRES_GRAD, trained))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a gradient is computed and not averaged yet."""
+        return bool(self._submitted or self._computed)
 
     def submitted(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients are submitted to Horovod and not averaged yet."""
@@ -99,8 +110,7 @@ class Gradients:
 
     def average(self, parameters: Parameters, by_backward: bool) -> None:
         """Record that the gradients of `parameters` are averaged, in backward() or by a later call."""
-        self._submitted.clear()
-        self._computed.clear()
+        self.drop()
         self._averaged = {p: _Mark.of(p) for p in parameters}
         self.averaged, self.by_backward = True, by_backward
 
@@ -130,11 +140,15 @@ class Gradients:
         self.averaged = self.by_backward = False
         self._averaged.clear()
 
+    def drop(self) -> None:
+        """Forget the gradients that are not averaged."""
+        self._submitted.clear()
+        self._computed.clear()
+
     def forget(self) -> None:
         """Forget all gradients: averaged, submitted to Horovod and computed ones."""
         self.release()
-        self._submitted.clear()
-        self._computed.clear()
+        self.drop()
 
 
 COLUMNS = (("stepped", "i8", 2), ("bits", "i8", 2))  # of Replacements, for even and for odd sets

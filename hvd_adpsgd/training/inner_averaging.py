@@ -18,9 +18,9 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
 from hvd_adpsgd.polling import polls
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.gradients import Gradients
+from hvd_adpsgd.training.gradients import REQUIRES_GRAD
 from hvd_adpsgd.training.presence import live
-from hvd_adpsgd.training.reducer import Group, Reducer, lay_out_gradient
+from hvd_adpsgd.training.reducer import Group, Reducer, lay_out_gradients
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.supported import ddp_of
 
@@ -32,25 +32,10 @@ class AveragingReducer(Reducer):
     """Averages the gradients of an optimizer whose models super learners average.
 
     Attributes:
-        averaging: the optimizer's, which `start` sets.
-        gradients: what has become of the gradients since the last step.
+        averaging: the optimizer's, set before `start`.
     """
 
     averaging: Averaging
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.gradients = Gradients()
-
-    def computed(self, parameter: torch.Tensor) -> None:
-        super().computed(parameter)
-        if self._left[parameter]:
-            self.gradients.computed(parameter)
-
-    def _complete(self, parameter: torch.Tensor) -> None:
-        lay_out_gradient(parameter)
-        self.gradients.submit((parameter,), self.trained)
-        super()._complete(parameter)
 
     def _submit(self, group: Group) -> None:
         """Submit a group; after the last one, let backward() wait for the averages at its end."""
@@ -59,7 +44,7 @@ class AveragingReducer(Reducer):
             super()._submit(group)
         is_last = self.gradients.submit(group.parameters, self.trained)
         # else submit_missing() has submitted the gradient of a frozen parameter
-        in_backward = any(p.requires_grad for p in group.parameters)
+        in_backward = any(map(REQUIRES_GRAD, group.parameters))
         if is_last and in_backward and torch._C._current_graph_task_id() != -1:  # in backward()
             self.averaging.super_learner.mates.submitted()
             # autograd runs the callback in the thread of the last gradient, on a GPU not the caller's thread
@@ -88,7 +73,7 @@ class AveragingReducer(Reducer):
     def synchronize(self) -> None:
         """Wait until the gradients are averaged; average them if backward() has not."""
         gradients = self.gradients
-        by_backward = gradients.averaged and gradients.by_backward and not self.is_pending
+        by_backward = gradients.averaged and gradients.by_backward and not gradients.is_pending
         if by_backward or not self.averaging.spec.averages_gradients:
             self.averaging.require_running()
             # as in Horovod, backward() may now add gradients to the averaged ones
@@ -103,13 +88,14 @@ class AveragingReducer(Reducer):
         if not averaging.spec.averages_gradients:
             self._meet_for_step()
             return
-        if self.is_pending and not self.synchronizes:
+        is_pending = gradients.is_pending
+        if is_pending and not self.synchronizes:
             raise GradientOrderError(
                 f"step {averaging.step}: step() inside optimizer.skip_synchronize(), and gradients are not "
                 "averaged: each learner would use its own. Call optimizer.synchronize() before it."
             )
-        if self.synchronizes and (self.is_pending or not gradients.averaged):
-            self._average(unscaled=self.is_pending and _is_called_by_scaler())
+        if self.synchronizes and (is_pending or not gradients.averaged):
+            self._average(unscaled=is_pending and _is_called_by_scaler())
         if averaging.world.inner_size > 1:
             inner = averaging.super_learner
             inner.replacements.step(inner.mates.sets, gradients.replaced(self._reduced()))
@@ -117,7 +103,7 @@ class AveragingReducer(Reducer):
         self.is_synchronized = False
 
     def before_zero_grad(self) -> None:
-        if self.is_pending:
+        if self.gradients.is_pending and self.averaging is not None:  # it is None for Adasum alone
             self.averaging.super_learner.require_whole()
         super().before_zero_grad()
         self.gradients.release()
@@ -143,7 +129,7 @@ class AveragingReducer(Reducer):
         """
         gradients, averaging = self.gradients, self.averaging
         mates = averaging.super_learner.mates
-        self._require_no_accumulation(self._computed())
+        self._require_no_accumulation([*gradients.submitted(), *gradients.accumulating()])
         changed = gradients.changed()
         if unscaled:
             changed = gradients.submitted() + gradients.accumulating()
@@ -152,17 +138,18 @@ class AveragingReducer(Reducer):
             self.drop()
             self._refuse_early(changed, accumulated)
         missing = gradients.missing(self.trained) if changed else []
-        again = not self.is_pending and gradients.is_same(in_place=averaging.world.inner_size == 1)
+        again = not gradients.is_pending and gradients.is_same(
+            in_place=averaging.world.inner_size == 1
+        )
         gradients.release()
-        for parameter in changed:
-            lay_out_gradient(parameter)  # the all-reduce needs a gradient tensor to overwrite
+        lay_out_gradients(changed)  # the all-reduce needs a gradient tensor to overwrite
         if changed:
             mates.refuses()
         self.submit_missing()
         # backward() has waited for the other learners
         are_averaged = None if by_backward else self.is_reduced
         with averaging.reducing(len(self.trained), again, are_averaged):
-            self.reduce()
+            self.finish()
         refusing = mates.refusing()
         differ = averaging.super_learner.replacements.differ(mates.sets - 1)
         if refusing or differ:
@@ -174,11 +161,6 @@ class AveragingReducer(Reducer):
         if refusing:
             self._refuse_with(refusing[0])
         gradients.average(self._reduced(), by_backward)
-
-    def _computed(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients backward() has computed, and which are not averaged yet."""
-        submitted = [p for group in self._submitted for p in group.parameters]
-        return submitted + list(self._waiting)
 
     def _reduced(self) -> Iterable[torch.Tensor]:
         """Return the parameters whose averaged gradients are checked later for changes; () if none are.
@@ -252,7 +234,7 @@ class AveragingReducer(Reducer):
         raise GradientOrderError(
             f"step {self.averaging.step}: the gradient of {self.first_by_name(changed)} was changed before "
             f"the super learner averaged it: {self.first_by_name(accumulated)} waited for more backward "
-            f"passes (backward_passes_per_step={self.passes}), or for other gradients of its group. "
+            f"passes (backward_passes_per_step={self.passes}). "
             "Call optimizer.synchronize() before gradients are clipped or unscaled, where an epoch may end "
             "with fewer passes. Nothing was applied."
         )

@@ -47,12 +47,14 @@ class Mates:
 
     Attributes:
         sets: number of sets of gradients that are averaged; also the number of the set under way.
+        is_away: whether this learner has called join() and waits for other learners to call join().
     """
 
     def __init__(self, inner: Any, rank: int):
         self._rows = shared_table(COLUMNS, inner)
         self._mine = self._rows[rank]
         self.sets = 0
+        self.is_away = False
         self._asked = 0
 
     def averaged(self) -> None:
@@ -115,8 +117,9 @@ class Mates:
 
     def refusing(self) -> list[int]:
         """Return the inner ranks of learners that refuse to step with the set of gradients averaged last."""
-        refused = self._rows["refused"][:, (self.sets - 1) % 2].tolist()
-        return [rank for rank, sets in enumerate(refused) if sets == self.sets]
+        refused = self._rows["refused"][:, (self.sets - 1) % 2]
+        ranks: list[int] = np.flatnonzero(refused == self.sets).tolist()
+        return ranks
 
     def loses_quorum(self) -> None:
         """Record, before submitting a gradient of the present set, that no learner may step with that set."""
@@ -147,16 +150,12 @@ class Mates:
 
     def joins(self) -> None:
         """Record that this learner makes no more steps until all learners have called join()."""
+        self.is_away = True
         self._mine["joined"] = self.sets + 1
-
-    @property
-    def is_away(self) -> bool:
-        """Whether this learner has called join() and waits for other learners to call join()."""
-        return bool(self._mine["joined"])
 
     def returns(self, sets: int) -> None:
         """Reset the counters after all learners have called join(): the next set is number `sets`."""
-        self.sets, self._asked = sets, 0
+        self.sets, self._asked, self.is_away = sets, 0, False
         self._mine["complete"], self._mine["joined"], self._mine["asked"] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:

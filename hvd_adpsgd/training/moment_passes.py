@@ -3,8 +3,9 @@
 Contiguous tensors in host memory take the compiled loops of ext/c/moments.c, one pass each; others torch's.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +56,8 @@ class Product(NamedTuple):
 
 def copy_all(targets: Tensors, values: Tensors) -> None:
     """Copy each value to its target."""
-    targets, values = _parts(targets), _parts(values)
     if targets:
-        torch._foreach_copy_(targets, values)
+        torch._foreach_copy_(_parts(targets), _parts(values))
 
 
 def correct(
@@ -82,17 +82,15 @@ def correct(
         cross: x; limited, and raised where the moment cannot be of own gradients.
         lacking: q, a tensor of one number for each parameter.
     """
-    second, own, gradients, parameters = map(_parts, (second, own, gradients, parameters))
-    moment, cross = _parts(moment), _parts(cross)
-    every = (second, own, gradients, parameters, moment, cross)
-    compiled, left = _parted(*every)
-    for i in compiled:
+    every = list(map(_parts, (second, own, gradients, parameters, moment, cross)))
+    compiled, left = _parted(every)
+    for i, arrays in compiled:
         q = float(lacking[i])
         weight = q**law.haste
         known = law.known * (1 - weight) / (1 - q) if q < 1 else 0.0
         bound = law.bound if known else math.inf
         numbers = [weight, law.decay, known, law.share, law.l2, law.first, bound]
-        moments.correct(_is_double(cross[i]), cross[i].numel(), *_addresses(every, i), *numbers)
+        moments.correct(*arrays, *numbers)
     if left:
         _correct_by_torch(law, *([tensors[i] for i in left] for tensors in (*every, lacking)))
 
@@ -153,12 +151,10 @@ def multiply(
         before: without.
         offered: as peers had them.
     """
-    cross, moment, before, offered = map(_parts, (cross, moment, before, offered))
-    every = (cross, moment, before, offered)
-    compiled, left = _parted(*every)
-    for i in compiled:
-        where = _addresses(every, i)
-        arrived, live = moments.multiply(_is_double(cross[i]), cross[i].numel(), *where, *list(law))
+    cross, moment, before, offered = every = list(map(_parts, (cross, moment, before, offered)))
+    compiled, left = _parted(every)
+    for i, arrays in compiled:
+        arrived, live = moments.multiply(*arrays, *list(law))
         lacking[i].mul_(1 - law.rate * arrived / max(live, 1))
     if left:
         lists = (cross, lacking, moment, before, offered)
@@ -203,27 +199,29 @@ def _kept(
     return share
 
 
-def _parts(tensors: Tensors) -> Tensors:
+def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parts of DTensors that this learner holds; plain tensors themselves."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not any(map(isinstance, tensors, itertools.repeat(module.DTensor))):
+        return tensors
     return [local(tensor) for tensor in tensors]
 
 
-def _parted(*every: Tensors) -> tuple[list[int], list[int]]:
-    """Return the places whose tensors the compiled loops can take, and the others."""
-    compiled: list[int] = []
+def _parted(every: list[Tensors]) -> tuple[list[tuple[int, list[Any]]], list[int]]:
+    """Return the places whose tensors the compiled loops can take, with their arguments; the other places.
+
+    The arguments: whether these are of float64, their length, and an address in each of the lists.
+    """
+    compiled: list[tuple[int, list[Any]]] = []
     left: list[int] = []
-    for i, arrays in enumerate(zip(*every, strict=True)):
-        dtype = arrays[0].dtype
-        fit = dtype in _COMPILED and all(
-            t.device.type == "cpu" and t.dtype is dtype and t.is_contiguous() for t in arrays
-        )
-        (compiled if fit else left).append(i)
+    for i, tensors in enumerate(zip(*every, strict=True)):
+        dtype = tensors[0].dtype
+        fits = dtype in _COMPILED
+        for t in tensors:  # no generator: its calls take longer than its work
+            fits = fits and t.device.type == "cpu" and t.dtype is dtype and t.is_contiguous()
+        if fits:
+            addresses = map(torch.Tensor.data_ptr, tensors)
+            compiled.append((i, [dtype is torch.float64, tensors[0].numel(), *addresses]))
+        else:
+            left.append(i)
     return compiled, left
-
-
-def _is_double(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.float64
-
-
-def _addresses(every: Sequence[Tensors], i: int) -> list[Any]:
-    return [tensors[i].data_ptr() for tensors in every]

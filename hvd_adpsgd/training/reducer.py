@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adpsgd.errors import GradientOrderError
 from hvd_adpsgd.inner import horovod
+from hvd_adpsgd.training.gradients import REQUIRES_GRAD, Gradients
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -69,6 +70,7 @@ class Reducer:
         passes: backward passes whose gradients one step adds up.
         trained: the parameters whose gradients are averaged: none before `start`.
         hooks: of these parameters.
+        gradients: what has become of the gradients since the last step.
         is_synchronized: whether the gradients are averaged, by a call of synchronize(), and not used yet.
         synchronizes: whether step() averages gradients: not inside skip_synchronize().
 
@@ -108,6 +110,7 @@ class Reducer:
         self.passes = backward_passes_per_step
         self.trained: dict[torch.Tensor, None] = {}
         self.hooks: list[RemovableHandle] = []
+        self.gradients = Gradients()
         self.is_synchronized, self.synchronizes = False, True
         self._compression = Reducible(compression)
         self._sparse_as_dense, self._wanted, self.process_set = sparse_as_dense, groups, process_set
@@ -122,7 +125,6 @@ class Reducer:
         self._groups: list[Group] = []
         self._group: dict[torch.Tensor, Group] = {}
         self._left: dict[torch.Tensor, int] = {}  # backward passes before a gradient is submitted
-        self._waiting: dict[torch.Tensor, None] = {}  # computed, and not submitted
         self._submitted: list[Group] = []
         weakref.finalize(self, remove, self.hooks).atexit = False
 
@@ -151,7 +153,7 @@ class Reducer:
     def _formed(self, trained: list[torch.Tensor]) -> Iterable[Iterable[torch.Tensor]]:
         """Return groups of these parameters, whose order is that of the first learner."""
         if self._wanted is None:
-            return zip(trained)
+            return _buckets(trained, horovod.BUCKET_NBYTES)
         names = [self.names[p] for p in trained]
         names = horovod.broadcast_object(names, root_rank=0, process_set=self.process_set)
         places = {name: i for i, name in enumerate(names)}
@@ -192,47 +194,51 @@ class Reducer:
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
         self._left[parameter] = left - 1
-        self._waiting[parameter] = None
-        if left == 1:
-            self._complete(parameter)
-
-    def _complete(self, parameter: torch.Tensor) -> None:
-        """Submit the group of a gradient that is complete, unless backward() has yet to compute others."""
+        if left > 1:
+            self.gradients.computed(parameter)
+            return
+        lay_out_gradients((parameter,))
+        self.gradients.submit((parameter,), self.trained)
         group = self._group[parameter]
         if group.awaited is None:
-            group.awaited = sum(p.requires_grad for p in group.parameters)
+            group.awaited = sum(map(REQUIRES_GRAD, group.parameters))
         group.awaited -= 1
         if group.awaited <= 0:
             self._submit(group)
 
     def _submit(self, group: Group) -> None:
         """Begin to reduce the gradients of a group; one that backward() has not computed is 0."""
-        for p in group.parameters:
-            lay_out_gradient(p)
+        lay_out_gradients(group.parameters)
         group.running = self._begin(group.parameters)
         self._submitted.append(group)
-        for p in group.parameters:
-            self._waiting.pop(p, None)
 
     def _begin(self, parameters: tuple[torch.Tensor, ...]) -> list[Running]:
-        dense, running = parameters, []
-        if not self._sparse_as_dense and any(_grad(p).is_sparse for p in parameters):
-            dense = tuple(p for p in parameters if not _grad(p).is_sparse)
-            running = [self._gather(p) for p in parameters if _grad(p).is_sparse]
+        dense, tensors, contexts, running = [], [], [], []
+        for p in parameters:
+            grad: Any = p.grad
+            if grad.is_sparse and not self._sparse_as_dense:
+                running.append(self._gather(p))
+                continue
+            tensor, context = self._compression.compress(
+                grad.to_dense() if grad.is_sparse else grad
+            )
+            dense.append(p)
+            tensors.append(tensor)
+            contexts.append(context)
+        if len(parameters) == 1 and dense:
+            handle = horovod.allreduce_async_(tensors[0], name=self.names[dense[0]], **self._how)
+        elif dense:
+            handle = horovod.grouped_allreduce_async_(
+                tensors, name=self.names[dense[0]], **self._how
+            )
         if dense:
-            pairs = [self._compression.compress(_dense(_grad(p))) for p in dense]
-            tensors, contexts = zip(*pairs, strict=True)
-            how = {**self._how, "name": self.names[dense[0]]}
-            if len(parameters) == 1:
-                handle = horovod.allreduce_async_(tensors[0], **how)
-            else:
-                handle = horovod.grouped_allreduce_async_(tensors, **how)
             running.append(Running(dense, (handle,), contexts))
         return running
 
     def _gather(self, parameter: torch.Tensor) -> Running:
         """Begin to add up a sparse gradient: values and indices of all learners, one behind the other."""
-        grad, name = _grad(parameter), self.names[parameter]
+        grad: Any = parameter.grad
+        name = self.names[parameter]
         how = {"process_set": self.process_set}
         indices = grad._indices().t().contiguous()
         handles = (
@@ -242,11 +248,6 @@ class Reducer:
         return Running((parameter,), handles, ())
 
     # ---- the averages ---------------------------------------------------------------------------
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether backward() has computed gradients that are not averaged yet."""
-        return bool(self._submitted or self._waiting)
 
     @property
     def is_submitted(self) -> bool:
@@ -264,13 +265,15 @@ class Reducer:
             if not group.running:
                 self._submit(group)
 
-    def synchronize(self) -> None:
-        """Average the gradients."""
-        self.reduce()
-
     def reduce(self) -> None:
         """Submit what is not submitted, and wait until all gradients are averaged."""
         self.submit_missing()
+        self.finish()
+
+    synchronize = reduce
+
+    def finish(self) -> None:
+        """Wait for the submitted gradients, and give them their averages."""
         for group in self._submitted:
             for running in group.running:
                 self._finish(running)
@@ -278,25 +281,31 @@ class Reducer:
         self.is_synchronized = True
 
     def _finish(self, running: Running) -> None:
-        """Wait for an all-reduce, and give the gradients their averages."""
         results = [horovod.synchronize(handle) for handle in running.handles]
         if not running.contexts:
-            (values, indices), (parameter,) = results, running.parameters
+            (values, indices), grad = results, running.parameters[0].grad
+            assert grad is not None
             if self._how["op"] == horovod.Average:
                 values = values / self.process_set.size()
-            grad = _grad(parameter)
             _set(grad, torch.sparse_coo_tensor(indices.t(), values, grad.size()))
             return
         outputs = results[0] if isinstance(results[0], (list, tuple)) else results
         for p, output, context in zip(running.parameters, outputs, running.contexts, strict=True):
-            _set(_grad(p), self._compression.decompress(output, context))
+            grad = p.grad
+            assert grad is not None
+            if context is not None:
+                output = self._compression.decompress(output, context)
+            # most are reduced in place
+            in_place = not grad.is_sparse and output.data_ptr() == grad.data_ptr()
+            if not (in_place and output.stride() == grad.stride()):
+                _set(grad, output)
 
     def _reset(self) -> None:
         """Wait for gradients of the next backward passes."""
         for group in self._groups:
             group.awaited, group.running = None, []
         self._submitted.clear()
-        self._waiting.clear()
+        self.gradients.drop()
         self._left = dict.fromkeys(self._left, self.passes)
 
     # ---- what the script calls ------------------------------------------------------------------
@@ -328,7 +337,7 @@ class Reducer:
 
     def before_zero_grad(self) -> None:
         """Raise GradientOrderError if gradients are not averaged yet."""
-        if self.is_pending:
+        if self.gradients.is_pending:
             raise GradientOrderError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(), and the gradients are not averaged yet. Call "
@@ -359,7 +368,6 @@ class _Hook:
 
 
 def remove(hooks: list[RemovableHandle]) -> None:
-    """Remove hooks, in any thread."""
     while hooks:
         hooks.pop().remove()
 
@@ -374,42 +382,58 @@ class Reducible:
 
     def __init__(self, compression: Any):
         self._compression = compression
+        self._is_none = compression is horovod.Compression.none
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what is reduced, and the context for `decompress`: None where that has nothing to do."""
+        if self._is_none and tensor.dtype is not torch.bfloat16:
+            return tensor.data, None
         compressed, context = self._compression.compress(tensor)
         widened = compressed.dtype == torch.bfloat16
         return compressed.float() if widened else compressed.data, (widened, context)
 
-    def decompress(self, tensor: torch.Tensor, context: tuple[bool, Any]) -> torch.Tensor:
+    def decompress(self, tensor: torch.Tensor, context: tuple[bool, Any] | None) -> torch.Tensor:
+        if context is None:
+            return tensor
         widened, inner = context
         narrow = tensor.to(torch.bfloat16) if widened else tensor
         result: torch.Tensor = self._compression.decompress(narrow, inner)
         return result
 
 
-def lay_out_gradient(parameter: torch.Tensor) -> None:
-    """Make a parameter's gradient contiguous, as Horovod requires; torch gives it the parameter's strides."""
-    grad = parameter.grad
-    if grad is None:
-        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    elif not grad.is_sparse and not grad.is_contiguous():
-        parameter.grad = grad.contiguous()
+def lay_out_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Make gradients contiguous, as Horovod requires, and missing ones 0; torch gives them p's strides."""
+    for p in parameters:
+        grad = p.grad
+        if grad is None:
+            p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        elif not grad.is_sparse and not grad.is_contiguous():
+            p.grad = grad.contiguous()
 
 
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _buckets(parameters: Iterable[torch.Tensor], nbytes: int) -> Iterable[list[torch.Tensor]]:
+    """Cut parameters into buckets of about one size, of one device and dtype each; with 0 bytes each alone.
 
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+    The last ones come first, as backward() computes their gradients first.
+    """
+    buckets: list[list[torch.Tensor]] = []
+    room: dict[Any, int] = {}
+    last: dict[Any, list[torch.Tensor]] = {}
+    for p in reversed(list(parameters)):
+        kind, size = (p.device, p.dtype), p.numel() * p.element_size()
+        if room.get(kind, 0) < size:
+            last[kind], room[kind] = [], nbytes
+            buckets.append(last[kind])
+        last[kind].append(p)
+        room[kind] -= size
+    return buckets
 
 
 def _set(grad: torch.Tensor, reduced: torch.Tensor) -> None:
     """Give a gradient tensor the reduced values, without a copy where torch allows it."""
     if grad.is_sparse:
         grad.zero_().add_(reduced if reduced.is_sparse else reduced.to_sparse())
-    elif grad.data_ptr() != reduced.data_ptr() or grad.stride() != reduced.stride():
+    else:
         grad.set_(reduced)  # type: ignore[call-overload]
 
 

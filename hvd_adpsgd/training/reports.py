@@ -5,11 +5,12 @@ import time
 from typing import Any
 
 from hvd_adpsgd.collectives import usage
-from hvd_adpsgd.engine.metrics import Counters, ExchangeMetrics
+from hvd_adpsgd.engine.metrics import ExchangeMetrics
 from hvd_adpsgd.formats import first_format
 from hvd_adpsgd.lifecycle import state_dump
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.timeline import Counters
 
 _NO_SHARE = {"exchange_share": math.nan, "exchange_bits": 0, "exchange_overhead": math.nan}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hvd_adpsgd.engine.arrivals import Arrivals
+from hvd_adpsgd.engine.shard_memory import Arrivals
 from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.training.devices import Event, device_of
 from hvd_adpsgd.training.moment_passes import Product, Second, copy_all, correct, multiply
@@ -221,7 +221,8 @@ class SharedMoments(UpdateRule):
         Args:
             reads: whether to read all steps, also those on a device, for which the host waits.
         """
-        self._take_back()
+        if self._skips is not None:
+            self._take_back(*self._skips)
         state, first = self._optimizer().state, self._kind.first
         for i, parameter in enumerate(self.model):
             its = state.get(parameter)
@@ -251,26 +252,19 @@ class SharedMoments(UpdateRule):
                     "same parameters in the same order."
                 )
 
-    def _take_back(self) -> None:
-        """Do not count the last step if a fused optimizer has skipped it, which its device has told.
+    def _take_back(self, event: Event, flag: torch.Tensor) -> None:
+        """Do not count the last step if a fused optimizer has skipped it, as its device has set the flag.
 
         The host waits for the update of that step only: the next forward and backward pass are queued behind.
         """
-        if self._skips is None:
-            return
-        (event, flag), self._skips = self._skips, None
+        self._skips = None
         event.wait()
         if flag:
             for i in self._stepped:
                 self._steps[i] -= 1
 
-    def _await_skips(self) -> None:
-        """Let the device tell whether it skips this step; steps that the host can read need no telling."""
-        found = getattr(
-            self._optimizer(), "found_inf", None
-        )  # GradScaler's, where the optimizer unscales
-        if found is None:
-            return
+    def _await_skips(self, found: torch.Tensor) -> None:
+        """Let the device tell whether it skips this step; `found`: GradScaler's count of infinite values."""
         device = device_of(found)
         flag, current = device.flag(), device.current()
         current.do(lambda: flag.copy_(found > 0, non_blocking=True))
@@ -286,23 +280,25 @@ class SharedMoments(UpdateRule):
 
     def before_update(self) -> None:
         self._adopt()
-        self._offered = self._room(self._offered)
+        self._make_room()
         copy_all(self._offered, self._moment)
-        self._other = self._room(self._other)
         self._follows = True
         self._stepped = []
-        for group in self._optimizer().param_groups:
+        optimizer = self._optimizer()
+        for group in optimizer.param_groups:
             stepped = [i for i in self._places(group) if self.model[i].grad is not None]
             for i in stepped:
                 self._steps[i] += 1
             for steps, places in _by(self._steps, stepped):
-                self._correct(group, steps, places)
+                self._correct(optimizer, group, steps, places)
             self._stepped += stepped
-        self._await_skips()
+        # set where the optimizer unscales in its update; steps that the host can read need no flag
+        if (found := getattr(optimizer, "found_inf", None)) is not None:
+            self._await_skips(found)
 
-    def _correct(self, group: Group, steps: int, places: list[int]) -> None:
+    def _correct(self, optimizer: Any, group: Group, steps: int, places: list[int]) -> None:
         """Give parameters of a group a second moment of which the optimizer's update makes v."""
-        kind, optimizer = self._kind, self._optimizer()
+        kind = self._kind
         parameters = [self.model[i] for i in places]
         gradients = _seen(optimizer, parameters, group)
         l2 = _l2(optimizer, group)
@@ -315,8 +311,8 @@ class SharedMoments(UpdateRule):
         if steps == 1 or not 0 < decay < 1:
             return
         second = [optimizer.state[p][kind.second] for p in parameters]
-        every = (self._other, self._moment, self._cross, self._lacking)
-        own, moment, cross, lacking = ([tensors[i] for i in places] for tensors in every)
+        own, moment = _taken(places, self._other, self._moment)
+        cross, lacking = _taken(places, self._cross, self._lacking)
         known, first = 1 - decay**steps, 1.0 if kind.first is None else kind.first_decay(group)
         haste = max(1.0, math.log(_WEIGHT) / math.log(decay))
         bound = _bound(first, decay, steps)
@@ -332,19 +328,22 @@ class SharedMoments(UpdateRule):
                 mine.copy_(torch.where(skips.to(v.device) > 0, v, mine))
         self._corrected += places
 
+    @torch.no_grad()
     def after_update(self) -> None:
-        optimizer, its = self._optimizer(), self._corrected
+        its = self._corrected
+        if not its:
+            return
+        optimizer = self._optimizer()
         second = [optimizer.state[self.model[i]][self._kind.second] for i in its]
-        copy_all(second, [self._other[i] for i in its])
+        copy_all(second, *_taken(its, self._other))
         for i, before in self._largest:
             largest = local(optimizer.state[self.model[i]][_LARGEST_V])
             torch.minimum(largest, local(self._other[i]), out=largest)
             torch.maximum(largest, before, out=largest)
         self._corrected, self._largest = [], []
-        if its:
-            self._updates += 1
-            if self._updates % _LOOK_EVERY == 0:
-                self._warn_of_large(its, second)
+        self._updates += 1
+        if self._updates % _LOOK_EVERY == 0:
+            self._warn_of_large(its, second)
 
     def _warn_of_large(self, places: list[int], second: Tensors) -> None:
         """Warn, once, of a parameter that a second moment of this super learner stops for long."""
@@ -382,7 +381,7 @@ class SharedMoments(UpdateRule):
 
     def before_corrections(self) -> None:
         self._arrivals()  # of corrections that were added elsewhere, as in hvd.join
-        self._other = self._room(self._other)
+        self._make_room()
         copy_all(self._other, self._moment)
 
     def after_corrections(self) -> None:
@@ -403,14 +402,16 @@ class SharedMoments(UpdateRule):
         rate = min(1 - kind.second_decay(group) ** (1 / arrivals.pace), _LARGEST_RATE)
         law = Product(rate, 1 / (arrivals.exchanges * self._weight()), known**2)
         every = (self._cross, self._lacking, self._moment, self._other, self._offered)
-        multiply(law, *([tensors[i] for i in places] for tensors in every))
+        multiply(law, *_taken(places, *every))
 
     def _places(self, group: Group) -> list[int]:
         return [self._place[id(p)] for p in group["params"] if id(p) in self._place]
 
-    def _room(self, room: Tensors) -> Tensors:
-        """Return memory for a copy of all first moments; on the host it is kept between steps."""
-        return room + [torch.empty_like(moment) for moment in self._moment[len(room) :]]
+    def _make_room(self) -> None:
+        """Allocate memory for two copies of all first moments; on the host it is kept between steps."""
+        for room in (self._offered, self._other):
+            if len(room) < len(self._moment):
+                room += map(torch.empty_like, self._moment[len(room) :])
 
 
 def _bound(first: float, second: float, steps: int) -> float:
@@ -435,6 +436,11 @@ def _by(values: list[int], places: Iterable[int]) -> list[tuple[int, list[int]]]
     for i in places:
         found.setdefault(values[i], []).append(i)
     return list(found.items())
+
+
+def _taken(places: list[int], *every: Tensors) -> list[Tensors]:
+    """Return the tensors at these places, of each list."""
+    return [list(map(tensors.__getitem__, places)) for tensors in every]
 
 
 def _seen(optimizer: torch.optim.Optimizer, parameters: Tensors, group: Group) -> Tensors:

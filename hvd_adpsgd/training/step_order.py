@@ -30,6 +30,7 @@ class StepOrder:
 
     Attributes:
         begun: number of the step whose round was begun last.
+        thread: the thread that makes this optimizer's steps.
         waits: whether this learner waits for gradients of the other learners of the super learner.
     """
 
@@ -44,22 +45,18 @@ class StepOrder:
         self.waits = False
         self._number = number
         self._super_learner, self._in_step, self._retire = super_learner, in_step, retire
-        self._thread = threading.get_ident()
-
-    def entered(self) -> None:
-        """Record that the calling thread makes this optimizer's steps."""
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
 
     def averaged_sets(self) -> Made:
         """Return the number of averaged sets of gradients, also of those whose step() was skipped.
 
         An entry of `Collectives.steps`.
         """
-        return Made((self._number(), "sets"), self._thread, self._super_learner.mates.sets)
+        return Made((self._number(), "sets"), self.thread, self._super_learner.mates.sets)
 
     def made(self) -> Made:
         """Return the number of steps; an entry of `Collectives.steps`."""
-        return Made((self._number(), "steps"), self._thread, self._super_learner.step())
+        return Made((self._number(), "steps"), self.thread, self._super_learner.step())
 
     def await_mates(self, are_averaged: Callable[[], bool]) -> None:
         """Wait until every learner of the super learner has submitted its gradients.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,23 +13,74 @@ from torch.autograd.profiler import record_function
 
 from hvd_adpsgd.collectives import usage
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.metrics import EVENT_NAMES, Counters
+from hvd_adpsgd.engine.metrics import EVENT_NAMES, PARTS
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.consistency import unanimous
 from hvd_adpsgd.watching.trace import Timeline, learner_path
 
 _shared_timeline: Timeline | None = None
-_NO_MARK: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def mark(name: str) -> AbstractContextManager[Any]:
-    """Return a context manager that shows its block to torch's profiler as hvd_adpsgd.NAME.
+class Counters:
+    """Where the trainer's time goes: seconds by part of a step, sums and moving averages.
 
-    record_function takes microseconds also when no profiler runs on this thread; then it is left out.
+    The parts are those of `PARTS`; the rest of a step is the user's forward and backward. Time counts
+    from the first `end_step`, without set-up and the first, slow step.
+
+    Args:
+        clock: returns seconds, like time.monotonic.
+        decay: factor in [0, 1) by which the weight of a past step in the moving averages shrinks per step.
     """
-    if not torch.autograd._profiler_enabled():
-        return _NO_MARK
-    return record_function(f"hvd_adpsgd.{name}")
+
+    def __init__(self, clock: Callable[[], float], decay: float = 0.98) -> None:
+        self.clock = clock
+        self.decay = decay
+        self.steps = 0
+        self.seconds = 0.0
+        self.sums = dict.fromkeys(PARTS, 0.0)
+        self.averages = dict.fromkeys((*PARTS, "step"), math.nan)
+        self._this_step = dict.fromkeys(PARTS, 0.0)
+        self._last_end: float | None = None
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds to one part of the current step."""
+        self._this_step[part] += seconds
+
+    def end_step(self) -> None:
+        """End the current step: update sums and moving averages, and begin the next step."""
+        now = self.clock()
+        passed = {**self._this_step}
+        if self._last_end is not None:
+            passed["step"] = now - self._last_end
+            self.seconds += now - self._last_end
+        self._last_end = now
+        self.steps += 1
+        for name, seconds in passed.items():
+            old = self.averages[name]
+            self.averages[name] = (
+                seconds if math.isnan(old) else old + (1 - self.decay) * (seconds - old)
+            )
+        for part, seconds in self._this_step.items():
+            self.sums[part] += seconds
+            self._this_step[part] = 0.0
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second over all steps but the first; NaN before the second step."""
+        return (self.steps - 1) / self.seconds if self.seconds > 0 else math.nan
+
+    def to_dict(self) -> dict[str, float]:
+        """Return all counters in a dict: steps, seconds, steps_per_s, step_ema_s, <part>_s, <part>_ema_s."""
+        numbers: dict[str, float] = {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "steps_per_s": self.steps_per_s,
+            "step_ema_s": self.averages["step"],
+        }
+        for part in PARTS:
+            numbers[f"{part}_s"] = self.sums[part]
+            numbers[f"{part}_ema_s"] = self.averages[part]
+        return numbers
 
 
 class StepRecord:
@@ -47,18 +99,13 @@ class StepRecord:
         """Return a context manager that counts the time of its block as part `name` of step number `step`."""
         return _Part(self, name, step)
 
-    def count(self, name: str, step: int, began: float) -> None:
-        """Count the time since `began` as part `name` of step number `step`."""
-        ended = time.monotonic()
-        self.counters.add(name, ended - began)
-        if self.timeline is not None:
-            self.timeline.complete(name, "trainer", began, ended, step=step)
-
     def end_step(self, engine: Engine) -> None:
         """Count the step that has ended, and write the engine's new events into the timeline."""
         self.counters.end_step()
-        self.events(engine)
-        usage.end_step(self._world.rank == self._world.collectives.ranks[0])
+        if self.timeline is not None:
+            self.events(engine)
+        if usage.tally.callers:
+            usage.end_step(self._world.rank == self._world.collectives.ranks[0])
 
     def events(self, engine: Engine) -> None:
         """Write the engine's events since the last call into the timeline."""
@@ -77,15 +124,23 @@ class _Part:
 
     def __init__(self, record: StepRecord, name: str, step: int):
         self._record, self._name, self._step = record, name, step
-        self._mark = mark(name)
 
     def __enter__(self) -> None:
+        # record_function takes microseconds also when no profiler runs on this thread
+        self._mark = None
+        if torch.autograd._profiler_enabled():
+            self._mark = record_function(f"hvd_adpsgd.{self._name}")
+            self._mark.__enter__()
         self._began = time.monotonic()
-        self._mark.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._mark.__exit__(*error)
-        self._record.count(self._name, self._step, self._began)
+        ended = time.monotonic()
+        if self._mark is not None:
+            self._mark.__exit__(*error)
+        record = self._record
+        record.counters.add(self._name, ended - self._began)
+        if record.timeline is not None:
+            record.timeline.complete(self._name, "trainer", self._began, ended, step=self._step)
 
 
 def _open_timeline(world: World) -> Timeline | None:

@@ -93,11 +93,11 @@ def test_wrapping_survives_a_loss_at_any_moment(k: int) -> None:
 GOES_ON = """
     import signal, torch
     import hvd_adpsgd.torch as hvd
-    from hvd_adpsgd.engine.model_memory import ModelMemory
+    from hvd_adpsgd.engine.shard_memory import ShardMemory
     hvd.init()
     torch.set_num_threads(1)
     rank, model = hvd.rank(), torch.nn.Linear(300, 300)
-    extend = ModelMemory.extend
+    extend = ShardMemory.extend
 
     def ends(memory, tensors):
         if rank == 3:
@@ -111,7 +111,7 @@ GOES_ON = """
         except Exception as error:
             return [kind.__name__ for kind in type(error).__mro__]
 
-    ModelMemory.extend = ends
+    ShardMemory.extend = ends
     wrap = lambda: hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters())
     wrapped, averaged = told(wrap), told(lambda: hvd.average_model(model))

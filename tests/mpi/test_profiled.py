@@ -1,4 +1,4 @@
-"""Marks of the parts of a step, in traces of the learners and of torch's profiler."""
+"""Marks of the parts of a step, in traces of the learners and of torch's profiler; its Python calls."""
 
 import json
 from pathlib import Path
@@ -40,3 +40,12 @@ def test_one_super_learner_has_a_timeline_too(tmp_path: Path) -> None:
 def test_one_super_learner_refuses_a_folder_that_is_not_there(tmp_path: Path) -> None:
     result = run_learners(2, PROGRAM, args=[str(tmp_path / "no"), str(STEPS)])
     assert result.returncode and "ConfigError: no timeline: by HVD_ADPSGD_TIMELINE" in result.stderr
+
+
+def test_a_step_takes_few_calls_in_few_modules() -> None:
+    """Of the leader, with torch inside, AdamW and four tensors; on all threads."""
+    env = {"HVD_ADPSGD_INNER": "torch", "HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}
+    traced = run_learners(4, PROGRAM.with_name("traced.py"), env=env).checked().by_rank()[0]
+    print(traced)
+    assert 0 < traced["calls"] <= 400, traced
+    assert len(traced["modules"]) <= 25, sorted(traced["modules"])

@@ -1,4 +1,4 @@
-"""Learners with unequal numbers of batches, from Lhotse manifests: no barrier for gossip, the end for DDP."""
+"""Learners with unequal numbers of batches, from Lhotse manifests: no barrier for gossip."""
 
 # ruff: noqa: E402, F811
 
@@ -16,7 +16,6 @@ from tests.launcher import ROOT, environment, launch
 from tests.unit.test_real_speech import data, manifest  # noqa: F401
 
 pytestmark = [pytest.mark.mpi, pytest.mark.extended]
-DDP = ROOT / "tests" / "mpi" / "programs" / "uneven_ddp.py"
 
 
 @pytest.fixture
@@ -39,22 +38,3 @@ def test_gossip_trains_on_all_of_them(data: Path, manifests: list[str], tmp_path
     assert (tmp_path / "run" / "model.pt").exists()
     epochs = journal.read(tmp_path / "run" / "heldout.jsonl")
     assert [told["utterances"] for told in epochs] == [6, 12, 18]  # four and two in each
-
-
-def test_ddp_ends_with_an_error(data: Path, manifests: list[str], tmp_path: Path) -> None:
-    learners = [
-        subprocess.Popen(
-            [sys.executable, str(DDP), str(rank), str(tmp_path), str(data), *manifests],
-            env=environment({}), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        told = [learner.communicate(timeout=240)[0] for learner in learners]
-    finally:
-        for learner in learners:
-            learner.kill()
-    for text in told:
-        assert "2 steps" in text and "done" not in text, told
-    assert "4 steps" not in told[0], told
-    assert "RuntimeError" in told[0] and learners[0].returncode != 0, told

@@ -1,6 +1,5 @@
 """In which order operations of a super learner run over torch.distributed: the pure state, by properties."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -33,13 +32,6 @@ def test_each_runs_once_when_all_have_announced_it_in_whatever_order(data: st.Da
             run.append(decision.request.name)
     assert sorted(run) == sorted(names)
     assert order.waiting() == []
-
-
-def test_what_waits_names_who_is_missing() -> None:
-    order = Order(range(3))
-    order.ask(1, request("a"))
-    assert order.decide() == []
-    assert order.waiting() == [("a", [0, 2])]
 
 
 @pytest.mark.parametrize(
@@ -78,15 +70,6 @@ def test_nothing_but_reductions_runs_while_a_learner_is_in_join(kind: str) -> No
     (decision,) = order.decide()
     assert "join()" in decision.error
     assert "learner 5" in decision.error
-
-
-def test_decisions_survive_their_journey_as_json() -> None:
-    order = Order(range(2))
-    for rank in range(2):
-        order.ask(rank, request("a", same=[0, 1.0, 1.0, "cpu", [["float32", [3, 2]]]], own=[rank]))
-    (decision,) = order.decide()
-    told, *more = json.loads(json.dumps(decision))
-    assert Decision(Request(*told), *more) == decision
 
 
 def test_decisions_keep_the_order_of_the_first_announcements() -> None:

@@ -8,8 +8,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.metrics import PEER_TABLES, Counters, ExchangeMetrics
+from hvd_adpsgd.engine.metrics import PEER_TABLES, ExchangeMetrics
 from hvd_adpsgd.theory.consensus import consensus_from_exchanges
+from hvd_adpsgd.training.timeline import Counters
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
-from hvd_adpsgd.training import cores
+from hvd_adpsgd.training import averaged_tensors as cores
 from tests.elements import DTYPES, decode, encode, raw, wide
 
 CHUNK_NBYTES = 1024

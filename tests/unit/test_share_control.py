@@ -11,10 +11,10 @@ import pytest
 
 from hvd_adpsgd.config import FIRST_SHARE, Config
 from hvd_adpsgd.engine.engine import Engine
-from hvd_adpsgd.engine.metrics import Counters
 from hvd_adpsgd.formats import BY_NAME, OWN, Format
 from hvd_adpsgd.strategies.share_control import FLOOR, LINK, ShareControl, Spent
 from hvd_adpsgd.training.auto_share import AutoShare, Used, cost_s
+from hvd_adpsgd.training.timeline import Counters
 
 BOUND = 0.03
 # bytes of an exchange in so many bits, of those in float32: with every 16th offer in 16 bits

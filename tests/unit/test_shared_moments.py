@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_adpsgd.engine.arrivals import NONE, Arrivals
+from hvd_adpsgd.engine.shard_memory import NONE, Arrivals
 from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.training import moment_passes, shared_moments
 from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive

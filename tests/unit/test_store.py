@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.engine.arrivals import NONE
 from hvd_adpsgd.engine.layout import Layout, TensorSpec
-from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.engine.shard_memory import NONE, ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.turns import LONGEST, LOOKS, Moves, steps_between_copies

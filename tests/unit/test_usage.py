@@ -11,7 +11,7 @@ from hvd_adpsgd.collectives.usage import LIMIT, WINDOW, counted, end_step, total
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "_tally", usage._Tally())
+    monkeypatch.setattr(usage, "tally", usage._Tally())
 
 
 def train(steps: int, operations: int, warns: bool = True) -> None:

@@ -81,6 +81,7 @@ class Backend:
     """Doubles tensors at once, and records names and numbers of tensors; learner 0 names b before a."""
 
     HorovodInternalError, Average = horovod.HorovodInternalError, horovod.Average
+    Compression, BUCKET_NBYTES = horovod.Compression, 0
 
     def __init__(self) -> None:
         self.submitted: list[tuple[str, int]] = []
@@ -115,7 +116,7 @@ def made(n: int, **options: Any) -> tuple[Reducer, list[torch.nn.Parameter]]:
 def test_gradients_are_submitted_after_their_last_pass(backend: Backend) -> None:
     reducer, (a, unused) = made(2, backward_passes_per_step=2)
     a.sum().backward()
-    assert reducer.is_pending and not backend.submitted
+    assert reducer.gradients.is_pending and not backend.submitted
     a.sum().backward()
     assert backend.submitted == [("a", 1)]
     for act, words in (
@@ -143,6 +144,21 @@ def test_a_group_is_submitted_when_what_is_not_frozen_is_complete(backend: Backe
     b.requires_grad_(False)
     a.sum().backward()
     assert backend.submitted[1:] == [("b", 2)] and reducer.is_submitted
+
+
+def test_buckets_hold_the_last_parameters_first_up_to_a_size(backend: Backend) -> None:
+    backend.BUCKET_NBYTES = 24  # three parameters
+    reducer, parameters = made(3)
+    torch.stack(parameters).sum().backward()
+    assert backend.submitted == [("c", 3)]
+    assert all(p.grad is not None and p.grad.tolist() == [2.0] * 2 for p in parameters)
+    backend.BUCKET_NBYTES = 16
+    assert [len(group.parameters) for group in reducer._groups] == [3]
+    reducer, parameters = made(3)
+    parameters[2].sum().backward()
+    assert len(backend.submitted) == 1, "the bucket lacks b"
+    reducer.synchronize()
+    assert backend.submitted[1:] == [("c", 2), ("a", 1)], "with zeros, in the order of buckets"
 
 
 def test_a_gradient_with_a_graph_is_refused_with_its_cure(backend: Backend) -> None:

@@ -8,6 +8,7 @@ import torch
 from hvd_adpsgd.errors import LearnerFailedError
 
 __all__ = [
+    "BUCKET_NBYTES",
     "Adasum",
     "Average",
     "HorovodInternalError",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 Average, Sum, Adasum, Min, Max, Product = range(6)  # Horovod's numbers
+
+BUCKET_NBYTES = 25 * 2**20  # of gradients that are reduced together, as DistributedDataParallel's
 
 try:  # so that code which imports Horovod's own class catches the errors of this backend, too
     from horovod.common.exceptions import HorovodInternalError

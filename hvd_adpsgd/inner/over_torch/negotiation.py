@@ -132,7 +132,7 @@ class Negotiation:
             ready.register(self._awake, selectors.EVENT_READ, None)
             for rank, link in self._links.items():
                 ready.register(link, selectors.EVENT_READ, rank)
-            while not self._is_closed:
+            while not (self._has_said and self._is_closed):
                 for rank, link in self._links.items():
                     if link.fileno() in ready.get_map():
                         writes = selectors.EVENT_WRITE if link.is_sending else 0
@@ -154,8 +154,7 @@ class Negotiation:
 
     @property
     def _is_closed(self) -> bool:
-        sends = any(link.is_sending for link in self._links.values())
-        return self._has_said and not self._awaited and not sends
+        return not self._awaited and not any(link.is_sending for link in self._links.values())
 
     def _take_own(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -66,7 +66,7 @@ def _require_reducible(tensors: Tensors) -> None:
 
 def poll(handle: int) -> bool:
     """Whether an operation is over, so that `synchronize` does not wait."""
-    return world.current().handles.poll(handle)
+    return (world.present or world.current()).handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
@@ -75,14 +75,18 @@ def synchronize(handle: int) -> Any:
     Raises:
         HorovodInternalError: if a learner of the super learner has ended, or the learners' calls differ.
     """
-    return world.current().handles.wait(handle)
+    return (world.present or world.current()).handles.wait(handle)
 
 
 def _begin(
     kind: str, name: str | None, same: Any, own: Any, tensors: Tensors, single: bool = True
 ) -> int:
-    its = world.current()
-    request = Request(JOIN if kind == JOIN else its.name(kind, name), kind, same, own)
+    its = world.present or world.current()
+    if kind == JOIN:
+        full = JOIN
+    else:
+        full = its.number(kind) if name is None else f"{kind}.{name}"
+    request = Request(full, kind, same, own)
     pending = Pending(request, tensors, single)
     its.negotiation.begin(pending)
     return its.handles.add(pending)
@@ -104,7 +108,8 @@ def grouped_allreduce_async_(
     single: bool = False,
 ) -> int:
     """Begin to reduce tensors in place; return a handle."""
-    op = handle_average_backwards_compatibility(op, average)
+    if op is None or average is not None:
+        op = handle_average_backwards_compatibility(op, average)
     if op == Adasum:
         refuse("op=hvd.Adasum")
     _require_reducible(tensors)

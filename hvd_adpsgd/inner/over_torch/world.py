@@ -52,10 +52,8 @@ class World:
         self._counts: dict[str, int] = {}
         self._counting = threading.Lock()
 
-    def name(self, kind: str, given: str | None) -> str:
-        """Return the name of an operation: the given one, else a number that grows alike on all learners."""
-        if given is not None:
-            return f"{kind}.{given}"
+    def number(self, kind: str) -> str:
+        """Return a name for an operation that has none: a number that grows alike on all learners."""
         with self._counting:
             self._counts[kind] = self._counts.get(kind, 0) + 1
             return f"{kind}.noname.{self._counts[kind]}"
@@ -66,20 +64,20 @@ class World:
             self._counts.clear()
 
 
-_current: World | None = None
+present: World | None = None  # the super learner of this process
 
 
 def start(world: World) -> None:
     """Make `world` the super learner of this process."""
-    global _current
-    _current = world
+    global present
+    present = world
     global_process_set.ranks, global_process_set.process_set_id = list(range(world.size)), 0
 
 
 def shutdown() -> None:
     """Disconnect the super learner; its other learners' pending operations raise. Idempotent."""
-    global _current
-    world, _current = _current, None
+    global present
+    world, present = present, None
     global_process_set.process_set_id = None
     if world is not None:
         world.negotiation.stop()
@@ -91,14 +89,14 @@ def current() -> World:
     Raises:
         ValueError: before start() and after shutdown(), as Horovod raises it.
     """
-    if _current is None:
+    if present is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return _current
+    return present
 
 
 def is_initialized() -> bool:
     """Whether start() was called, and shutdown() was not called since."""
-    return _current is not None
+    return present is not None
 
 
 def rank() -> int:

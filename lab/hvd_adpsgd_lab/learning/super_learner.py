@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_adpsgd.engine.arrivals import NONE, Arrivals, Pace
+from hvd_adpsgd.engine.shard_memory import NONE, Arrivals, Pace
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.strategies.update_rules import LateGradients

@@ -342,7 +342,7 @@ def started_apart() -> None:
     found = []
     for broadcasts in (False, True):
         first_models._has_stepped[:] = [False]  # as in a script that begins
-        usage._tally.kinds.clear()
+        usage.tally.kinds.clear()
         model = linear()
         model.weight.data.add_(hvd.super_rank())  # type: ignore[operator, union-attr]
         with heard() as logged, retired(wrap(model)) as optimizer:

@@ -158,7 +158,7 @@ def synchronous() -> None:
     with training(model, "random_pairs") as optimizer, heard(logging.WARNING) as warned:
         for mode in ("seldom", "inner", "every"):
             warned.clear()
-            usage._tally = usage._Tally()
+            usage.tally = usage._Tally()
             before = hvd.metrics()
             for step in range(2 * usage.WINDOW):
                 advance(model, optimizer, step)

@@ -28,6 +28,7 @@ class ByHand:
             self.engine.memory.extend(specs)
         self.engine.start()
         averaging.engines.replace(self.engine, 0.5)
+        averaging.engine = self.engine
         self._comm, self._finished = world.outer, 0
 
     def exchange(self, asker: int, asked: int) -> None:
