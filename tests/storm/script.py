@@ -179,14 +179,14 @@ def script_of(seed: int) -> Script:
     drawn = map(Scenario.random, itertools.count(1000 * seed))
     s = next(s for s in drawn if any(fault.kind in KINDS for fault in s.faults))
     c = Chance(2**41 + seed)
-    strategy = "random_pairs" if s.strategy == "synchronous" else s.strategy
+    strategy = "random_pairs" if s.config.averaging == "synchronous" else s.config.averaging
     k = 2 if strategy != "a2cid2" and any(x.node_s for x in s.learners) and c.happens(0.5) else 1
     n = min(s.size, 4 if k == 1 else 3)
     epochs = max(4, min(6, round(s.steps / EPOCH)))
     has_links = any(KINDS.get(fault.kind) in LINKS for fault in s.faults)
     joins = None if has_links else _joins(s, c)
     faults, left_out = [], []
-    if s.strategy == "synchronous":
+    if s.config.averaging == "synchronous":
         left_out.append(
             "synchronous: in plain Horovod a failure ends the job; random_pairs in its place"
         )
@@ -207,7 +207,7 @@ def script_of(seed: int) -> Script:
         epochs=epochs,
         strategy=strategy,
         dtype=s.dtype,
-        share=s.share if _has_pairs(strategy) else 1.0,
+        share=s.config.first_share if _has_pairs(strategy) else 1.0,
         rate=s.learners[0].rate,
         chunks=s.chunks,
         variables=_variables(s, k, wire, _has_pairs(strategy)),
@@ -270,8 +270,10 @@ def _variables(s: Scenario, k: int, wire: str, has_pairs: bool) -> dict[str, str
         "LEAVE_DEADLINE_S": 2,
         "CHUNK_KIB": 64,
         # "auto" chooses the share, too, and not each strategy lets it
-        "WIRE_DTYPE": {"auto": "int8"}.get(s.wire, s.wire or None) if has_pairs else None,
-        "MAX_STALENESS": s.max_staleness or None,
+        "WIRE_DTYPE": {"auto": "int8"}.get(s.config.wire_dtype, s.config.wire_dtype)
+        if has_pairs
+        else None,
+        "MAX_STALENESS": s.config.max_staleness or None,
     }
     given = {name.lower(): str(value) for name, value in found.items() if value is not None}
     return {environment_name(name): value for name, value in given.items()}
