@@ -423,8 +423,7 @@ def _refuse_copy(self: Any, *args: Any) -> Any:
 _step.hooked = True  # type: ignore[attr-defined]
 
 _METHODS = {
-    # Horovod's broadcast_optimizer_state() recognizes wrapped optimizers by it: it steps others
-    "__module__": "horovod.torch.optimizer",
+    "__module__": "horovod.torch.optimizer",  # Horovod's broadcast_optimizer_state() steps others
     "step": _step,
     "synchronize": _synchronize,
     "skip_synchronize": _skip_synchronize,

@@ -1,7 +1,5 @@
 """Checks that arguments, models and process sets are equal on all learners before training starts."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence

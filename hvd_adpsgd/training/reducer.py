@@ -287,7 +287,8 @@ class Reducer:
             assert grad is not None
             if self._how["op"] == horovod.Average:
                 values = values / self.process_set.size()
-            _set(grad, torch.sparse_coo_tensor(indices.t(), values, grad.size()))
+            total = torch.sparse_coo_tensor(indices.t(), values, grad.size(), device=grad.device)
+            _set(grad, total)
             return
         outputs = results[0] if isinstance(results[0], (list, tuple)) else results
         for p, output, context in zip(running.parameters, outputs, running.contexts, strict=True):

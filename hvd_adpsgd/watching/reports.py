@@ -101,6 +101,10 @@ class Report:
         math.nan, "f", "exchanges per second, lately", "exchanges_per_second",
         column="exch/s", charts=("time",),
     )  # fmt: skip
+    share: float = _metric(
+        math.nan, "f", "share of the model that an exchange moves", "exchange_share", charts=("time",),
+        column="share", cell=lambda r: short(r.share) + (f"/{r.bits}b" if r.bits else ""),
+    )  # fmt: skip
     sent_per_s: float = _metric(
         math.nan, "f", "bytes sent over links per second, lately", "sent_bytes_per_second",
         column="MB/s", cell=lambda r: short(r.sent_per_s / 1e6),
@@ -117,10 +121,6 @@ class Report:
     nonfinite_steps: int = _metric(
         0, "I", "steps with NaN or infinity", "nonfinite_steps", counts=True
     )
-    share: float = _metric(
-        math.nan, "f", "share of the model that an exchange moves", "exchange_share", charts=("time",),
-        column="share", cell=lambda r: short(r.share) + (f"/{r.bits}b" if r.bits else ""),
-    )  # fmt: skip
     bits: int = _metric(
         0, "B", "bits per element of exchanges between hosts; 0: all", "exchange_bits"
     )

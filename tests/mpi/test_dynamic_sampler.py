@@ -1,7 +1,5 @@
 """DynamicSampler in jobs: every index is counted; a slow learner costs what it is slower, not more."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -262,6 +262,7 @@ def _played(
 
 
 def _variables(s: Scenario, k: int, wire: str, has_pairs: bool) -> dict[str, str]:
+    kind: Any = s.config.wire_dtype
     found: dict[str, Any] = {
         "SUPER_LEARNER_SIZE": k,
         "WIRE": wire,
@@ -270,9 +271,7 @@ def _variables(s: Scenario, k: int, wire: str, has_pairs: bool) -> dict[str, str
         "LEAVE_DEADLINE_S": 2,
         "CHUNK_KIB": 64,
         # "auto" chooses the share, too, and not each strategy lets it
-        "WIRE_DTYPE": {"auto": "int8"}.get(s.config.wire_dtype, s.config.wire_dtype)
-        if has_pairs
-        else None,
+        "WIRE_DTYPE": {"auto": "int8"}.get(kind, kind) if has_pairs else None,
         "MAX_STALENESS": s.config.max_staleness or None,
     }
     given = {name.lower(): str(value) for name, value in found.items() if value is not None}

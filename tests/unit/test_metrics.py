@@ -1,7 +1,5 @@
 """Counters and histogram against sums by hand."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import MagicMock
 

@@ -72,7 +72,7 @@ def test_the_table_is_readable(
         assert shown[0]["host"].startswith("gpu-node-01")
     if columns == "150":
         assert heading == ["#", "host", "state", "step", "steps/s", "stale", "distance", "exch/s",
-                           "MB/s", "share", "loss", ""]  # fmt: skip
+                           "share", "MB/s", "loss", ""]  # fmt: skip
 
 
 def test_a_share_tells_its_bits_if_the_model_has_more() -> None:

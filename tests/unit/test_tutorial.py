@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adpsgd.tools import top
+from hvd_adpsgd.watching.table import COLUMNS
 from tests.launcher import environment
 from tests.notebook import NOTEBOOK, PAGE, ROOT, execute, page, source, translated
 
@@ -37,7 +37,9 @@ def test_every_cell_has_run() -> None:
     assert str(ROOT) not in printed
     (head,) = re.findall(r"┃ # ┃.*┃", printed)
     names = tuple(name.strip() for name in head[1:-1].split("┃"))
-    assert names == tuple(name for name in top._COLUMNS if name), "all but the curve of the loss"
+    assert names == tuple(each.title for each in COLUMNS if each.title), (
+        "all but the curve of the loss"
+    )
 
 
 def test_the_page_is_the_notebook() -> None:

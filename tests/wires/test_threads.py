@@ -223,7 +223,7 @@ def test_an_engine_that_leaves_is_not_taken_for_failed(
 def of_optimizer(engine: Engine, **world: Any) -> Engines:
     """What an optimizer has around its engine, without the rest of a job."""
     engines = Engines.__new__(Engines)
-    engines.current, engines._ahead = engine, None
+    engines.current, engines._ahead, engines.tells = engine, None, True
     engines._record, engines._tensors = mock.Mock(), mock.Mock(are_sharded=False)
     engines._super_learner = mock.Mock(world=mock.Mock(**world))
     return engines
@@ -239,7 +239,7 @@ def test_a_replaced_engine_does_not_wait_for_answers() -> None:
         lambda: gone.engine._meet_leaders(loop, lambda value: meeting.gather(1, value)),
     )
     began = time.monotonic()
-    of_optimizer(last.engine).replace(mock.Mock(memory=last.engine.memory))
+    of_optimizer(last.engine).replace(mock.Mock(memory=last.engine.memory), 0.5)
     assert time.monotonic() - began < LONGEST_S / 4
     gone.engine.stop()
     gone.engine.release()

@@ -1,7 +1,5 @@
 """Counts the Python calls of the library's functions in each step, by module, on all threads of a learner."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter
