@@ -146,7 +146,7 @@ def _flag(text: str) -> bool:
 
 def _bad_item(spec: str, item: str, known: dict[str, Any]) -> ConfigError:
     keys = ", ".join(f"{key}=<{kind}>" for key, kind in known.items())
+    takes = f"{keys}, each once" if keys else "no arguments"
     return ConfigError(
-        f"bad argument {item!r} in averaging spec {spec!r}: the strategy takes "
-        f"{keys or 'nothing after its name'}, each once. Correct or remove it."
+        f"bad argument {item!r} in averaging spec {spec!r}: the strategy takes {takes}. Correct or remove it."
     )

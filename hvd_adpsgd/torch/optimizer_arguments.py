@@ -188,7 +188,7 @@ def _moments(
     if config.moments == "shared":
         raise ConfigError(
             f"moments=shared: {found}, so moments cannot be shared. Leave moments out, or use one of "
-            "torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
+            "torch's Adam, AdamW, NAdam, RAdam and RMSprop, in float32, with random_pairs or a ring."
         )
     if world.rank > 0 or not strategy.is_gossip:
         return None
@@ -203,7 +203,7 @@ def _moments(
     elif any("betas" in group for group in optimizer.param_groups):
         log.warning(
             "moments are not shared by super learners: %s. Steps are smaller than in synchronous training "
-            "where gradients are noisy. Use torch's Adam or AdamW; moments=own silences this line.",
+            "where gradients are noisy. Use torch's Adam or AdamW in float32; moments=own silences this.",
             found,
         )
     return None

@@ -250,7 +250,7 @@ REFUSED = """
 random_pair | known are random_pairs, fixed_ring, random_ring, .*synchronous.*random_pairs
 | Did you mean
 ring | fixed_ring
-fixed_ring:seed=1 | nothing after its name
+fixed_ring:seed=1 | no arguments
 random_ring: seed = 1 | seed=<int>
 random_pairs:sed=1 | seed=<int>
 random_pairs:seed=1,seed=2 | each once
@@ -276,7 +276,7 @@ gossip_pga:period=0 | period.*int >= 1
 a2cid2+random_pairs | sparse graphs.*all pairs
 a2cid2+random_ring | sparse graphs
 a2cid2+synchronous_gossip | sparse graphs
-delay_by_one:reading=a | nothing after its name
+delay_by_one:reading=a | no arguments
 periodic_averaging:period=0 | period.*>= 1
 periodic_averaging:period=1.5 | period=<int>
 periodic_averaging:warm_up=-1 | warm_up.*>= 0
