@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_adpsgd.theory.consensus import consensus_from_exchanges
-
 PARTS = ("inner_allreduce", "optimizer", "collect", "offer")
 EVENT_NAMES = ("exchange (asked)", "exchange (answered)", "merge", "parked", "mean of all")
 _COUNTED = (
@@ -56,6 +54,8 @@ TABLES = (
 def consensus_distance(before: Mapping[str, Any], now: Mapping[str, Any], super_size: int) -> float:
     """Estimate the consensus distance from the exchanges between two readings of an engine's counters.
 
+    D^2 = (1/n) sum_i |x_i - m|^2 = (n - 1) / (2 n) * E|x_i - x_j|^2 over uniformly random pairs. On a fixed
+    ring the estimate is too small, because the models of neighbours are closer to each other than others.
     In a run with means of all and without exchanges: the distance of this model from the last mean. NaN if
     nothing was compared. Counters: `square`, the sum of squared differences, of `compared` elements.
     """
@@ -64,7 +64,7 @@ def consensus_distance(before: Mapping[str, Any], now: Mapping[str, Any], super_
     compared, square = now["compared"] - before["compared"], now["square"] - before["square"]
     if compared <= 0 or square < 0:  # the sums are read without a lock
         return math.nan
-    return consensus_from_exchanges(square / compared, super_size)
+    return math.sqrt((super_size - 1) / (2 * super_size) * (square / compared))
 
 
 class ExchangeMetrics:

@@ -55,7 +55,7 @@ class A2CiD2(Strategy):
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         # raises ConfigError for rings of 2 or 3, which are complete graphs
-        constants = gossip.require_acceleration(super_size, topology.ring_edges(super_size))
+        constants = gossip.acceleration(super_size, topology.ring_edges(super_size))
         rule = Accelerate(constants.eta, constants.alpha_tilde)
         schedule = self.base.plan(super_rank, super_size).schedule
         return Plan(schedule, 1 / 2, rule=rule)

@@ -23,11 +23,7 @@ def ring_neighbours(n: int, i: int) -> tuple[int, ...]:
 
     Returns:
         (i-1 mod n, i+1 mod n) for n >= 3, (1-i,) for n = 2, () for n = 1.
-
-    Raises:
-        TopologyError: if n < 1 or i is not in [0, n).
     """
-    require_rank(n, i)
     if n <= 2:
         return tuple(j for j in range(n) if j != i)
     return ((i - 1) % n, (i + 1) % n)
@@ -41,12 +37,8 @@ def ring_order(n: int, seed: int, round: int) -> npt.NDArray[np.intp]:
     Returns:
         Permutation of 0..n-1, shape (n,).
 
-    Raises:
-        TopologyError: if n < 1, or seed or round is negative.
-
     Source: randomised mixing of ADPSGD, Zhang et al., arXiv:2002.01119 and arXiv:2110.11199.
     """
-    require_size(n)
     return _generator(seed, round).permutation(n)
 
 
@@ -55,11 +47,7 @@ def permuted_ring_neighbours(n: int, i: int, seed: int, round: int) -> tuple[int
 
     Returns:
         As `ring_neighbours`: two ranks for n >= 3, one for n = 2, none for n = 1.
-
-    Raises:
-        TopologyError: if n < 1, i is not in [0, n), or seed or round is negative.
     """
-    require_rank(n, i)
     order = ring_order(n, seed, round)
     position = int(np.flatnonzero(order == i)[0])
     return tuple(int(order[s]) for s in ring_neighbours(n, position))
@@ -72,9 +60,6 @@ def perfect_matching(n: int, seed: int, round: int) -> Peers:
 
     Returns:
         The peer of each rank, length n; None for a rank without a peer.
-
-    Raises:
-        TopologyError: if n < 1, or seed or round is negative.
     """
     order = [int(rank) for rank in ring_order(n, seed, round)]
     peers: list[int | None] = [None] * n
@@ -91,69 +76,21 @@ def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.in
     Returns:
         Outer ranks, shape (rounds,), int32.
 
-    Raises:
-        TopologyError: if n < 2, i is not in [0, n), or seed is negative.
-
     Source: Lian et al., AD-PSGD, arXiv:1710.06952, on the complete graph.
     """
-    require_size(n, 2)
-    require_rank(n, i)
     others = _generator(seed, i).integers(0, n - 1, size=rounds, dtype=np.int32)
     return np.where(others >= i, others + 1, others).astype(np.int32)
 
 
 def ring_edges(n: int) -> Edges:
-    """Edges of the ring of n ranks: none for n = 1, one for n = 2, n for n >= 3.
-
-    Raises:
-        TopologyError: if n < 1.
-    """
-    require_size(n)
+    """Edges of the ring of n ranks: none for n = 1, one for n = 2, n for n >= 3."""
     if n <= 2:
         return [(0, 1)][: n - 1]
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-def edge_vector(n: int, i: int, j: int) -> npt.NDArray[np.float64]:
-    """The direction e_i - e_j along which an exchange between i and j moves the models, shape (n,).
-
-    Raises:
-        TopologyError: if i = j or a rank is out of range.
-
-    Source: e_i - e_j.
-    """
-    require_rank(n, i)
-    require_rank(n, j)
-    if i == j:
-        raise TopologyError(
-            f"no such pair: super learner {i} was paired with itself among n = {n}. "
-            "Pass two distinct outer ranks."
-        )
-    vector = np.zeros(n)
-    vector[i], vector[j] = 1.0, -1.0
-    return vector
-
-
-def require_size(n: int, least: int = 1) -> None:
-    """Raise TopologyError unless n, a number of super learners, is at least `least`.
-
-    Raises:
-        TopologyError: if n < least.
-    """
-    if n < least:
-        raise TopologyError(
-            f"too few super learners: got n = {n}, at least {least} are needed. "
-            "Pass the number of super learners (super_size())."
-        )
-
-
 def require_rank(n: int, i: int) -> None:
-    """Raise TopologyError unless i is an outer rank among n super learners.
-
-    Raises:
-        TopologyError: if n < 1 or i is not in [0, n).
-    """
-    require_size(n)
+    """Raise TopologyError unless i is an outer rank among n super learners."""
     if not 0 <= i < n:
         raise TopologyError(
             f"no such super learner: got outer rank {i}, allowed are 0 to {n - 1}. "
@@ -163,9 +100,4 @@ def require_rank(n: int, i: int) -> None:
 
 def _generator(seed: int, stream: int) -> np.random.Generator:
     """Return the random generator of (seed, stream), where the stream is a round or a rank."""
-    if seed < 0 or stream < 0:
-        raise TopologyError(
-            f"no random stream: got (seed, round) = ({seed}, {stream}), both must be >= 0. "
-            "Pass a non-negative seed."
-        )
     return np.random.default_rng(np.random.SeedSequence([seed, stream]))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.errors import ConfigError, TopologyError
+from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.theory import gossip, topology
 from tests.theorems import complete_edges, pair_matrix
 
@@ -74,8 +74,12 @@ def test_acceleration_table_of_the_ring(n, eta, alpha_tilde, chi1):
 
 
 @given(st.integers(2, 9), st.sampled_from(sorted(GRAPHS)), st.floats(0.1, 10))
-def test_acceleration_by_the_pseudoinverse(n, name, rate):
+def test_acceleration_by_the_pseudoinverse_and_none_on_complete_graphs(n, name, rate):
     edges = GRAPHS[name](n)
+    if len(edges) == len(complete_edges(n)):
+        with pytest.raises(ConfigError, match=r"nothing to accelerate: among \d+ .* chi1 > chi2"):
+            gossip.acceleration(n, edges, rate)
+        return
     pull = gossip.laplacian(n, edges, rate)
     resistances = [edge @ np.linalg.pinv(pull) @ edge
                    for edge in (np.eye(n)[i] - np.eye(n)[j] for i, j in edges)]  # fmt: skip
@@ -83,32 +87,3 @@ def test_acceleration_by_the_pseudoinverse(n, name, rate):
     got = gossip.acceleration(n, edges, rate)
     expected = (chi1, chi2, 1 / (2 * (chi1 * chi2) ** 0.5), 0.5 * (chi1 / chi2) ** 0.5)
     np.testing.assert_allclose((got.chi1, got.chi2, got.eta, got.alpha_tilde), expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
-def test_nothing_to_accelerate_on_complete_graphs(n):
-    edges = complete_edges(n)
-    with pytest.raises(ConfigError, match=r"nothing to accelerate: among \d+ .* chi1 > chi2"):
-        gossip.require_acceleration(n, edges)
-
-
-@pytest.mark.parametrize("name", ["ring", "star", "path", "exponential"])
-def test_something_to_accelerate_elsewhere(name):
-    edges = GRAPHS[name](6)
-    assert gossip.require_acceleration(6, edges) == gossip.acceleration(6, edges)
-
-
-WRONG = [
-    (ConfigError, lambda: gossip.laplacian(3, [(0, 1)], 0.0)),
-    (ConfigError, lambda: gossip.acceleration(3, [(0, 1)], float("inf"))),
-    (TopologyError, lambda: gossip.laplacian(1, [])),
-    (TopologyError, lambda: gossip.laplacian(3, [])),
-    (TopologyError, lambda: gossip.laplacian(3, [(0, 3)])),
-    (TopologyError, lambda: gossip.acceleration(4, [(0, 1), (2, 3)])),
-]
-
-
-@pytest.mark.parametrize(("kind", "call"), WRONG)
-def test_wrong_arguments(kind, call):
-    with pytest.raises(kind, match=r"got |not connected|out of range"):
-        call()

@@ -7,7 +7,6 @@ import pytest
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.metrics import PEER_TABLES, ExchangeMetrics
-from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 from hvd_adpsgd.training.timeline import Counters
 
 
@@ -66,10 +65,10 @@ def test_numbers_of_exchanges_by_hand():
     first = metrics.read(counters, 1.5)
     assert first["exchanges"] == 5 and first["staleness_mean"] == 1.5
     assert first["peers"] == [0, 5, 0, 0] and first["engine_cpu_s"] == 1.5
-    assert first["consensus_distance"] == consensus_from_exchanges(4.0, 4)
+    assert first["consensus_distance"] == pytest.approx(math.sqrt(3 / 8 * 4.0))
     assert metrics.read(counters)["consensus_distance"] == first["consensus_distance"]
     later = metrics.read({**counters, "compared": 6, "square": 29.0})
-    assert later["consensus_distance"] == consensus_from_exchanges(9.0, 4)
+    assert later["consensus_distance"] == pytest.approx(math.sqrt(3 / 8 * 9.0))
     of_all = {**counters, "compared": 0, "means": 1, "mean_square": 0.25}
     assert metrics.read(of_all)["consensus_distance"] == 0.5
 

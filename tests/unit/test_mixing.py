@@ -8,9 +8,8 @@ import theorems
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adpsgd.errors import TopologyError
+from hvd_adpsgd.engine.metrics import consensus_distance as estimated
 from hvd_adpsgd.theory import topology
-from hvd_adpsgd.theory.consensus import consensus_from_exchanges
 from tests.theorems import consensus_distance
 
 SIZES = st.integers(1, 17)
@@ -56,11 +55,6 @@ def test_matching_matrix_moves_each_pair_together(n, seed, weight):
 def test_consensus_from_all_pairs_is_the_consensus_distance(n, length):
     models = np.random.default_rng(n).normal(size=(n, length))
     pairs = [np.sum((models[i] - models[j]) ** 2) for i, j in itertools.combinations(range(n), 2)]
-    got = consensus_from_exchanges(float(np.mean(pairs)), n)
-    assert got == pytest.approx(consensus_distance(models))
-
-
-@pytest.mark.parametrize("distance", [-1.0, float("nan")])
-def test_no_distance(distance):
-    with pytest.raises(TopologyError):
-        consensus_from_exchanges(distance, 3)
+    before = {"compared": 0, "square": 0.0}
+    now = {"compared": len(pairs), "square": float(np.sum(pairs)), "means": 0}
+    assert estimated(before, now, n) == pytest.approx(consensus_distance(models))
