@@ -4,12 +4,8 @@ Importing this package has no side effect: neither MPI, Horovod nor torch is loa
 interface is `hvd_adpsgd.torch`.
 """
 
-from hvd_adpsgd import errors
 from hvd_adpsgd.errors import *  # noqa: F403
 
 __version__ = "0.1.0.dev0"
 # Version of all that learners send each other (messages, chunks, agreements); raise it with every change.
 PROTOCOL = 8
-
-__all__ = ["PROTOCOL", "__version__"]
-__all__ += errors.__all__

@@ -5,30 +5,6 @@ All exceptions derive from `AdpsgdError`, and from the builtin exception that a 
 Messages have four parts: what is wrong, where, the value against its bound, the cure.
 """
 
-__all__ = [
-    "AdpsgdError",
-    "AlreadyInitializedError",
-    "CollectiveMismatchError",
-    "ConfigError",
-    "CopyError",
-    "DeviceMovedError",
-    "GradientOrderError",
-    "InnerOnlyError",
-    "LaunchError",
-    "LearnerFailedError",
-    "MissingRequirementError",
-    "ModelMismatchError",
-    "NonFiniteModelError",
-    "NotInitializedError",
-    "PeerFailedError",
-    "QuorumLostError",
-    "StrategyMismatchError",
-    "TopologyError",
-    "TransportError",
-    "UnsupportedOptimizerError",
-    "WorldError",
-]
-
 
 class AdpsgdError(Exception):
     """Base of every exception raised by this library.

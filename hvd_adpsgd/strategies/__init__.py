@@ -27,25 +27,10 @@ from hvd_adpsgd.strategies.synchronous import Synchronous
 from hvd_adpsgd.strategies.synchronous_gossip import SynchronousGossip
 
 __all__ = [
-    "STRATEGIES",
-    "A2CiD2",
-    "DelayByOne",
-    "DelayedGradients",
-    "FixedRing",
-    "GASLoC",
-    "GossipPGA",
-    "NoLoCo",
-    "PeriodicAveraging",
-    "Plan",
-    "RandomPairs",
-    "RandomRing",
-    "Rounds",
-    "Strategy",
-    "Synchronous",
-    "SynchronousGossip",
-    "parse",
-    "same",
-]
+    "STRATEGIES", "A2CiD2", "DelayByOne", "DelayedGradients", "FixedRing", "GASLoC", "GossipPGA", "NoLoCo",
+    "PeriodicAveraging", "Plan", "RandomPairs", "RandomRing", "Rounds", "Strategy", "Synchronous",
+    "SynchronousGossip", "parse", "same",
+]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy]] = {
     kind.name: kind

@@ -1,6 +1,7 @@
 """Horovod's operations that work inside a super learner only, with a check of their process set.
 
-With several super learners these operations need `process_set=hvd.super_learner`.
+With several super learners these operations need `process_set=hvd.super_learner`. Horovod's queries and
+constants are those of this module, too. SyncBatchNorm works over the learners of the super learner.
 """
 
 import functools
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from hvd_adpsgd.errors import InnerOnlyError
 from hvd_adpsgd.inner import horovod
-from hvd_adpsgd.inner.horovod import (
+from hvd_adpsgd.inner.horovod import (  # noqa: F401
     Adasum,
     Average,
     Compression,
@@ -121,42 +122,3 @@ def _add_process_set(process_set: Any) -> Any:
 
 add_process_set = inner_only(_add_process_set)
 remove_process_set = inner_only(horovod.remove_process_set)
-
-# Horovod's queries and constants are exported unchanged. SyncBatchNorm works over the learners whose
-# gradients are averaged, those of the super learner.
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "alltoall",
-    "alltoall_async",
-    "ccl_built",
-    "check_extension",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "inner_only",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "require_one_super_learner",
-    "rocm_built",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-]

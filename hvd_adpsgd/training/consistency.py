@@ -50,7 +50,7 @@ def unanimous(world: World, doing: str, act: Callable[[], T]) -> T:
     for rank, other in zip(world.collectives.ranks, errors_by_rank, strict=True):
         if other is not None:
             name, text = other
-            if name in errors.__all__:
+            if hasattr(errors, name):
                 raise getattr(errors, name)(f"learner {rank}: {text}")
             raise WorldError(
                 f"{doing}: learner {rank} raised {name}: {text}. Correct what it was given there."

@@ -20,7 +20,7 @@ from hvd_adpsgd import errors
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "troubleshooting_tools.md")]
-ERRORS = {*errors.__all__, "BuildError"}
+ERRORS = {*(name for name in vars(errors) if name.endswith("Error")), "BuildError"}
 LOGS = {"warning", "error", "warn"}
 HOLE = "…"
 SHORTEST = 10  # less says nothing

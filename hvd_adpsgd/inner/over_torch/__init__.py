@@ -10,7 +10,7 @@ Learners announce operations by name and in any order, as in Horovod: autograd d
 the same order everywhere, torch.distributed needs the same order everywhere.
 """
 
-# ruff: noqa: F403
+# ruff: noqa: F401, F403
 from hvd_adpsgd.inner.over_torch import compression, sync_batch_norm
 from hvd_adpsgd.inner.over_torch.compression import Compression
 from hvd_adpsgd.inner.over_torch.functions import (
@@ -20,9 +20,7 @@ from hvd_adpsgd.inner.over_torch.functions import (
     broadcast_parameters,
 )
 from hvd_adpsgd.inner.over_torch.names import *
-from hvd_adpsgd.inner.over_torch.names import __all__ as _names
 from hvd_adpsgd.inner.over_torch.operations import *
-from hvd_adpsgd.inner.over_torch.operations import __all__ as _operations
 from hvd_adpsgd.inner.over_torch.refused import (
     add_process_set,
     remove_process_set,
@@ -33,27 +31,3 @@ from hvd_adpsgd.inner.over_torch.sync_batch_norm import SyncBatchNorm
 from hvd_adpsgd.inner.over_torch.world import World, is_initialized, rank, shutdown, size, start
 
 mpi_lib_v2 = None  # Horovod's compiled part
-
-__all__ = [
-    *_names,
-    *_operations,
-    "Compression",
-    "SyncBatchNorm",
-    "World",
-    "add_process_set",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "compression",
-    "is_initialized",
-    "mpi_lib_v2",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
-    "start",
-    "start_timeline",
-    "stop_timeline",
-    "sync_batch_norm",
-]

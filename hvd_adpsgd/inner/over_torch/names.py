@@ -7,34 +7,6 @@ import torch
 
 from hvd_adpsgd.errors import LearnerFailedError
 
-__all__ = [
-    "BUCKET_NBYTES",
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "LearnerEndedError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "ccl_built",
-    "check_extension",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "gpu_available",
-    "handle_average_backwards_compatibility",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "rocm_built",
-]
-
 Average, Sum, Adasum, Min, Max, Product = range(6)  # Horovod's numbers
 
 BUCKET_NBYTES = 25 * 2**20  # of gradients that are reduced together, as DistributedDataParallel's

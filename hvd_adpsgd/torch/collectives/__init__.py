@@ -5,6 +5,7 @@ learners they use point-to-point messages: all learners first compare their call
 error on all learners instead of a hang, and failed learners are left out.
 """
 
+# ruff: noqa: F401
 from hvd_adpsgd.torch.basics import global_process_set
 from hvd_adpsgd.torch.collectives.barriers import barrier, join
 from hvd_adpsgd.torch.collectives.broadcasts import (
@@ -21,21 +22,3 @@ from hvd_adpsgd.torch.collectives.reductions import (
     grouped_allreduce,
     grouped_allreduce_,
 )
-
-__all__ = [
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "global_process_set",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "join",
-]
