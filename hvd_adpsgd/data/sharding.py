@@ -7,6 +7,7 @@ A sampler takes its steps on the script's thread (`next`). Messages are exchange
 the channel or of an operation over all learners.
 """
 
+import bisect
 import math
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvd_adpsgd.data.parts import Consumed, Parts
-from hvd_adpsgd.data.ranges import Ranges, merged
+from hvd_adpsgd.data.ranges import Ranges, count, merged
 from hvd_adpsgd.data.steps import Steps
 
 _WINDOW = 16  # steps whose times give the rate
@@ -47,6 +48,7 @@ class Appended(NamedTuple):
     first: int
     ranges: Ranges
     ended: bool
+    marks: list[tuple[int, int]]  # as in Steps
 
 
 class Sharding:
@@ -88,6 +90,7 @@ class Sharding:
         # steps of the epoch that are yielded, that were asked for, whose successor was asked for, that are
         # known as consumed here; batches that the optimizer had made before
         self.step = self._asked = self._done = self._consumed = self._made_before = 0
+        self._samples_before = 0  # of the job, at the end of the epoch before
         self._is_reported = False  # whether all steps of the epoch are, as consumed
         self._wanted: dict[int, int] = defaultdict(int)  # steps, by epoch
         self._sent: dict[int, tuple[int, bool]] = {}  # by epoch, what the other learners have
@@ -103,6 +106,7 @@ class Sharding:
     def begin(self, epoch: int) -> None:
         """Begin an epoch; the one before is over on this learner."""
         with self._changed:
+            self._samples_before = self._samples(self.step)
             if self.epoch is not None and self._is_leader:
                 self._consume(self.step)
                 self._of(self.epoch).ended = True
@@ -160,6 +164,21 @@ class Sharding:
             own = self._of(self.epoch).made(0, self._done) if self.epoch is not None else []
             return merged(self.parts.consumed, [] if self._is_leader else own)
 
+    def samples(self) -> int:
+        """Return how many samples the job has made: the same on all learners of this super learner.
+
+        Their leader sends its count with the positions of a step; it is that of the newest step made here.
+        """
+        with self._changed:
+            made = self._made()
+            return self._samples(self.step if made is None else made - self._made_before)
+
+    def _samples(self, made: int) -> int:
+        step = min(made, self.step) - 1
+        if self.epoch is None or step < 0:
+            return self._samples_before
+        return self._of(self.epoch).samples(step)
+
     def _of(self, epoch: int) -> Steps:
         if epoch not in self._steps:
             self._steps[epoch] = Steps(len(self._mates), self._each, self._drops_last)
@@ -180,6 +199,7 @@ class Sharding:
         elif isinstance(message, Appended):
             steps, sent = self._of(message.epoch), Steps(1, 1)
             sent.append(message.ranges)
+            steps.marks += [mark for mark in message.marks if mark[0] >= steps.number]
             steps.append(sent.between(steps.number - message.first, sent.number))
             steps.ended = message.ended
         elif self._is_leader:
@@ -233,13 +253,17 @@ class Sharding:
         steps = self._of(self.epoch)
         if not steps.ended:
             needed = max(self._asked, self._wanted[self.epoch]) * self.parts.step
-            steps.append(self.parts.take(max(0, needed - steps.number)))
+            if taken := self.parts.take(max(0, needed - steps.number)):
+                self._count()
+                steps.marks.append((steps.number, count(self.parts.consumed)))
+                steps.append(taken)
             steps.ended = self.parts.ended
         first, ended = self._sent.get(self.epoch, (0, False))
         if len(self._mates) > 1 and (first, ended) != (steps.number, steps.ended):
             self._sent[self.epoch] = steps.number, steps.ended
             ranges = steps.between(first, steps.number)
-            message = Appended(self.epoch, first, ranges, steps.ended)
+            marks = steps.marks[bisect.bisect_left(steps.marks, (first, 0)) :]
+            message = Appended(self.epoch, first, ranges, steps.ended, marks)
             self._out += [(rank, message) for rank in self._mates[1:]]
 
     def _want(self) -> None:

@@ -1,6 +1,7 @@
 """The positions that a super learner takes in an epoch, and how its learners divide them into steps."""
 
 import bisect
+import math
 
 from hvd_adpsgd.data.ranges import Ranges, count
 
@@ -14,10 +15,12 @@ class Steps:
 
     Attributes:
         number, ended: number of positions appended; whether no more come.
+        marks: (number, samples): how many samples the job had made when position `number` was appended.
     """
 
     def __init__(self, learners: int, each: int, drops_last: bool = False) -> None:
         self.number, self.ended = 0, False
+        self.marks: list[tuple[int, int]] = []
         self._learners, self._each, self._drops_last = learners, each, drops_last
         self._ranges: Ranges = []
         self._before: list[int] = []  # number of positions before each range
@@ -31,6 +34,11 @@ class Steps:
                 self._before.append(self.number)
                 self._ranges.append((start, stop))
             self.number += stop - start
+
+    def samples(self, step: int) -> int:
+        """Return how many samples the job had made when the first position of a step was appended."""
+        first = step * self._learners * self._each
+        return self.marks[bisect.bisect_right(self.marks, (first, math.inf)) - 1][1]
 
     def between(self, first: int, end: int) -> Ranges:
         """Return the positions appended as number `first` to `end` - 1."""

@@ -78,7 +78,7 @@ from hvd_adpsgd.torch.collectives import (
     grouped_allreduce_,
     join,
 )
-from hvd_adpsgd.torch.dynamic_sampler import DynamicBatchSampler, DynamicSampler
+from hvd_adpsgd.torch.dynamic_sampler import DynamicBatchSampler, DynamicSampler, progress
 from hvd_adpsgd.torch.horovod_ops import (
     Adasum,
     Average,
@@ -139,7 +139,7 @@ __all__ = [
     "is_coordinator", "is_initialized", "is_leader", "join", "listener", "local_rank", "local_size",
     "log", "log_to", "metrics", "mpi_built", "mpi_enabled", "mpi_lib_v2", "mpi_ops",
     "mpi_threads_supported", "natural", "nccl_built", "on_failure", "on_membership_change", "optimizer",
-    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
+    "poll", "progress", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
     "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "super_learner",
     "super_learner_group", "super_rank", "super_size", "sync_batch_norm", "synchronize",
 ]  # fmt: skip

@@ -6,19 +6,27 @@ The laws: hvd_adpsgd/data/parts (between super learners), hvd_adpsgd/data/steps 
 import functools
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from hvd_adpsgd.data.channel import Channel, channel_of
-from hvd_adpsgd.data.ranges import EPOCH, Ranges, without
+from hvd_adpsgd.data.ranges import EPOCH, Ranges, count, without
 from hvd_adpsgd.data.sharding import Sharding, View
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import ConfigError, StrategyMismatchError, WorldError
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.training.presence import live
+
+
+class Progress(NamedTuple):
+    """How many samples all learners have trained with, and how many epochs these are."""
+
+    samples: int
+    epochs: float
 
 
 class _Dynamic:
@@ -44,9 +52,11 @@ class _Dynamic:
         self._shuffle = shuffle
         self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
         self._begun: set[int] = set()
+        self._samples_before = 0  # of the job that is resumed, and of former Worlds
         self._sharding: Sharding | None = None
         self._channel: Channel | None = None
         self._rest: dict[int, Steps] = {}  # what is left of epochs that a resumed job continues
+        _samplers.append(weakref.ref(self))
         self._order = functools.lru_cache(3)(  # positions of an earlier epoch may be left over
             lambda epoch: np.random.default_rng([seed, epoch]).permutation(self._length)
         )
@@ -76,9 +86,15 @@ class _Dynamic:
                 f"{self._identity}. Give the sampler the dataset and the arguments that it was saved with."
             )
         self.epoch = state["epoch"]
+        self._samples_before = self.epoch * self._length
         if state["left"] is not None:
             self._rest[self.epoch] = Steps(1, 1)
             self._rest[self.epoch].append([(start, stop) for start, stop in state["left"]])
+            self._samples_before += self._length - count(state["left"])
+
+    def _progress(self) -> Progress:
+        samples = self._samples_before + (self._sharding.samples() if self._sharding else 0)
+        return Progress(samples, samples / max(1, self._length))
 
     def _steps(self) -> Iterator[list[int]]:
         """Iterate over the indices of this learner's steps of the next epoch."""
@@ -117,6 +133,7 @@ class _Dynamic:
         if worlds.is_initialized():
             channel = channel_of(worlds.current())
             if self._sharding is None or self._channel is not channel:
+                self._samples_before = self._progress().samples
                 self._channel, self._sharding = channel, channel.open(*of_sampler)
         elif self._sharding is None:
             self._sharding = Sharding(0, [[0]], 1, lambda: None, *of_sampler)
@@ -192,6 +209,39 @@ class DynamicBatchSampler(_Dynamic, Sampler[list[int]]):
     def __len__(self) -> int:
         """Estimate the number of steps: those of an epoch, divided equally."""
         return self._estimate()
+
+
+_samplers: list[weakref.ref[_Dynamic]] = []  # all that this process has made
+
+
+def progress(sampler: DynamicSampler | DynamicBatchSampler | None = None) -> Progress:
+    """Return the samples, and the epochs with their fraction, that the whole job has trained with so far.
+
+    For schedules: a slow learner's rate follows the job, not the number of its own steps.
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.95 ** hvd.progress().epochs)
+        ...
+        optimizer.step()
+        schedule.step()  # in every step; the scheduler's own count does not matter
+
+    Each index counts once per epoch. Nothing is waited for: what others did is up to a second and a few steps
+    late. Learners of a super learner get the same number after the same step. After `load_state_dict` it
+    continues.
+
+    Args:
+        sampler: of which; needed if the process has made several.
+
+    Raises:
+        ConfigError: without `sampler`, unless the process has made exactly one.
+    """
+    one = _samplers[0]() if len(_samplers) == 1 else None
+    of = one if sampler is None else sampler
+    if of is None:
+        raise ConfigError(
+            f"hvd.progress(): this process has made {len(_samplers)} samplers. Name the one of the "
+            "training data: hvd.progress(sampler)."
+        )
+    return of._progress()
 
 
 def _made() -> int | None:

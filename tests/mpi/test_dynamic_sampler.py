@@ -30,7 +30,13 @@ def run(
 def trained(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
     """The steps of a learner: epoch in which it was, and indices."""
     lines = (folder / f"{rank}.steps").read_text().splitlines()
-    return [(epoch, indices) for epoch, indices in map(json.loads, lines)]
+    return [(epoch, indices) for epoch, indices, _ in map(json.loads, lines)]
+
+
+def progress(folder: Path, rank: int) -> list[int]:
+    """hvd.progress() of a learner after each of its steps."""
+    lines = (folder / f"{rank}.steps").read_text().splitlines()
+    return [json.loads(line)[2] for line in lines]
 
 
 def counts(folder: Path, ranks: list[int]) -> Counter[int]:
@@ -47,6 +53,11 @@ def test_a_slow_learner_gets_less(tmp_path: Path, how: str) -> None:
     assert max(one["ends"][-1] for one in facts) < 1.5 * ideal, facts
     assert all(one["length"] == 26 for one in facts)
     assert facts[0]["steps"] < 0.6 * facts[1]["steps"]
+    for rank in range(
+        4
+    ):  # a schedule does not lag on the slow one, which makes a tenth of the samples
+        samples = progress(tmp_path, rank)
+        assert samples == sorted(samples) and 1.5 * SIZE < samples[-1] <= 3 * SIZE, samples
     assert facts[0]["state"]["epoch"] >= 2  # reports of the last second may be missing
 
 
@@ -56,6 +67,8 @@ def test_the_learners_of_a_super_learner_make_equally_many_steps(tmp_path: Path)
     for first, second in ((0, 1), (2, 3)):
         shapes = [[(e, len(i)) for e, i in trained(tmp_path, rank)] for rank in (first, second)]
         assert shapes[0] == shapes[1]
+        assert progress(tmp_path, first) == progress(tmp_path, second)  # so rates are the same
+        assert progress(tmp_path, first)[-1] > 1.5 * SIZE
     counted = counts(tmp_path, [0, 1, 2, 3])
     assert set(counted) == set(range(SIZE)) and min(counted.values()) >= 3
     assert sum(counted.values()) <= 3 * (SIZE + 2)  # short last steps are filled up

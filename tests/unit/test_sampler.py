@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import hvd_adpsgd.torch as hvd
@@ -51,6 +52,37 @@ def test_a_resumed_epoch_has_the_rest() -> None:
     assert list(map(sorted, third)) and third.epoch == 3
     with pytest.raises(StrategyMismatchError, match="seed"):
         hvd.DynamicBatchSampler(size, seed=1).load_state_dict(state)
+
+
+def test_a_schedule_follows_the_samples_and_continues_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dynamic_sampler, "_samplers", [])
+    with pytest.raises(ConfigError, match="made 0 samplers"):
+        hvd.progress()
+    sampler = hvd.DynamicBatchSampler(20, batch_size=5)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5 ** hvd.progress().epochs)
+    assert hvd.progress() == (0, 0.0)
+    seen, rates = [], []
+    for _ in range(2):
+        for _ in sampler:
+            optimizer.step()
+            schedule.step()
+            seen.append(hvd.progress().samples)
+            rates += schedule.get_last_lr()
+    assert seen == [0, 5, 10, 15, 20, 25, 30, 35]  # before the step at hand
+    assert rates == [0.5 ** (samples / 20) for samples in seen]
+    batches = iter(sampler)
+    for _ in range(3):
+        next(batches)
+    other = hvd.DynamicSampler(20)
+    other.load_state_dict(sampler.state_dict())
+    assert hvd.progress(other) == (50, 2.5)
+    next(iter(other))
+    assert hvd.progress(other) == hvd.progress(sampler) == (50, 2.5)
+    with pytest.raises(ConfigError, match="made 2 samplers"):
+        hvd.progress()
 
 
 def test_wrong_use_is_refused() -> None:

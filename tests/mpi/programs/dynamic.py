@@ -1,6 +1,7 @@
 """Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, who is killed.
 
-A learner leaves what it has trained with in a file: a line per step, with its epoch and indices. One that is
+A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
+hvd.progress(). One that is
 killed ends itself in its second epoch, once all others are known to be in theirs. With a fifth argument,
 failed learners are replaced, and all train two more epochs then.
 """
@@ -58,7 +59,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 model(batch.float().unsqueeze(1)).sum().backward()
                 optimizer.step()
-                out.write(json.dumps([epoch, batch.tolist()]) + "\n")
+                out.write(json.dumps([epoch, batch.tolist(), hvd.progress().samples]) + "\n")
                 steps.append(time.monotonic() - at)
             ends.append(time.monotonic() - begun)
             with hvd.averaged(model):
