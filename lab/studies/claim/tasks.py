@@ -88,13 +88,11 @@ def text(quick: bool) -> Task:
 
     @functools.cache
     def held_out() -> list[Batch]:
-        random = torch.Generator().manual_seed(7)
-        bytes_ = byte_transformer.text()[1]
-        return [byte_transformer.drawn(bytes_, int(settings["held_out"]), random)]
+        return [byte_transformer.text().held_out(int(settings["held_out"]))]
 
     return Task(
         settings,
-        model=lambda: byte_transformer.Transformer(width, blocks),
+        model=lambda: byte_transformer.model(width, blocks),
         loss=byte_transformer.loss,
         batches=lambda rank, n, seed: iter(byte_transformer.batches(rank, n, seed, batch)),
         optimizer=lambda parameters: torch.optim.AdamW(

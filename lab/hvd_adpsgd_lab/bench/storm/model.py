@@ -1,4 +1,4 @@
-"""The work of `bench storm`: a small GPT over the bytes of Python's standard library, with AdamW."""
+"""A small GPT over the bytes of Python's standard library: the work of `bench storm` and of studies."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Text:
         """Return `count` sequences of the trained text, and the same one byte later."""
         return self._drawn(self._trained, count, chance)
 
-    def held_out(self) -> Batch:
+    def held_out(self, count: int = _EVALUATED) -> Batch:
         """Return the sequences of an evaluation, always the same ones."""
-        return self._drawn(self._held_out, _EVALUATED, torch.Generator().manual_seed(0))
+        return self._drawn(self._held_out, count, torch.Generator().manual_seed(0))
 
     def _drawn(self, text: torch.Tensor, count: int, chance: torch.Generator) -> Batch:
         starts = torch.randint(len(text) - self._length - 1, (count, 1), generator=chance)
@@ -51,9 +51,9 @@ class Text:
 class Block(nn.Module):
     """Causal self-attention and two linear layers, each with a residual connection."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, head: int):
         super().__init__()
-        self.heads = width // HEAD
+        self.head = head
         self.before_attention, self.before_layers = nn.LayerNorm(width), nn.LayerNorm(width)
         self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.layers = nn.Sequential(
@@ -63,7 +63,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output for x, shape (n, length, width)."""
         n, length, width = x.shape
-        parts = self.inputs(self.before_attention(x)).view(n, length, 3, self.heads, HEAD)
+        parts = self.inputs(self.before_attention(x)).view(
+            n, length, 3, width // self.head, self.head
+        )
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.outputs(seen.transpose(1, 2).reshape(n, length, width))
@@ -74,18 +76,23 @@ class GPT(nn.Module):
     """A GPT over bytes.
 
     Args:
-        width: a multiple of HEAD.
+        width: a multiple of `head`.
         layers: number of blocks.
         length: largest number of bytes of a sequence.
+        head: width of an attention head.
+        std: of the first embeddings; None: that of torch, 1.
     """
 
-    def __init__(self, width: int, layers: int, length: int):
+    def __init__(
+        self, width: int, layers: int, length: int, head: int = HEAD, std: float | None = 0.02
+    ):
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, head) for _ in range(layers)))
         self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, 256)
-        for embedding in (self.bytes, self.places):
-            nn.init.normal_(embedding.weight, std=0.02)
+        if std is not None:
+            for embedding in (self.bytes, self.places):
+                nn.init.normal_(embedding.weight, std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next bytes for bytes x, shape (n, length)."""
