@@ -122,22 +122,11 @@ def table(runs: list[Run]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (rate, scheme), its in by_scheme(runs).items():
-        failed, joined, kept, of_there, loss = (
-            statistics.mean(values)
-            for values in zip(
-                *(
-                    (
-                        one["failed"],
-                        one["joined"],
-                        one["kept"],
-                        one["kept"] / there(one),
-                        one["loss"],
-                    )
-                    for one in its
-                ),
-                strict=True,
-            )
+        failed, joined, kept, loss = (
+            statistics.mean(one[name] for one in its)
+            for name in ("failed", "joined", "kept", "loss")
         )
+        of_there = statistics.mean(one["kept"] / there(one) for one in its)
         lines.append(
             f"| {rate:g} | {scheme} | {failed:.0f}, {joined:.0f} | {100 * kept:.1f} % "
             f"| {100 * of_there:.1f} % | {loss:.3f} |"
