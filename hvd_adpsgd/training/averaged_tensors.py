@@ -1,4 +1,18 @@
-"""The tensors that an optimizer averages; the engine reads and corrects them in place, or through copies."""
+"""The tensors that an optimizer averages; the engine reads and corrects them in place, or through copies.
+
+Exactness. Corrections, and the sum of a mean of all, are float64 for float64 parameters and float32 for all
+others. With a 16-bit wire both sides of an exchange use the rounded snapshots. What rounding to 16 bits holds
+back is neither in checkpoints nor in the model of a joining super learner, and `average_model` drops it.
+`average_model` and `averaging_paused` first finish the round and absorb what is pending. Buffers get the
+plain mean. A parameter that is frozen during a run is averaged.
+
+A chunk with a number above half of the largest of its type takes no part in means of all, and is named; a sum
+of corrections can overflow there (`NonFiniteModelError`).
+
+Second models. A2CiD2 keeps the mean of its two models exactly, not that of the first one; both become
+(x + xt) / 2. GASLoC keeps the mean of its models where both sides of each exchange have ended equally many
+blocks since.
+"""
 
 import logging
 import os

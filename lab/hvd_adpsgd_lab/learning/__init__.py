@@ -2,6 +2,9 @@
 
 Only this part of the simulation needs torch. Begin with `task` (what the user gives), `run` (super learners
 under real engines) and `baselines` (synchronous training and DiLoCo, which have no engines).
+
+Engine and torch share the memory of a model (`memory`). A gradient is computed at the end of its step, from
+the model that the step began with. With `--vmap` one call computes the gradients of several super learners.
 """
 
 from hvd_adpsgd_lab.learning.outcome import Outcome, Point
