@@ -1,6 +1,7 @@
 """DynamicSampler in jobs: every index is counted; a slow learner costs what it is slower, not more."""
 
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -20,10 +21,11 @@ def run(
     inner: int = 1,
     epochs: int = 3,
     victims: tuple[int, ...] = (),
+    by: int = signal.SIGKILL,
     **how: str,
 ) -> Result:
     args = [str(folder), str(epochs), json.dumps(pauses), json.dumps(victims)]
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner)}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner), "SIGNAL": str(int(by))}
     return run_learners(len(pauses), PROGRAM, args=args, env=env, **how)
 
 
@@ -74,10 +76,23 @@ def test_the_learners_of_a_super_learner_make_equally_many_steps(tmp_path: Path)
     assert sum(counted.values()) <= 3 * (SIZE + 2)  # short last steps are filled up
 
 
-def test_what_a_killed_super_learner_held_goes_to_the_others(tmp_path: Path) -> None:
-    result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,))
+@pytest.mark.parametrize(
+    "by", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
+)
+def test_what_an_ended_super_learner_held_goes_to_the_others(
+    tmp_path: Path, by: signal.Signals
+) -> None:
+    result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,), by=by)
     assert len(trained(tmp_path, 2)) > 3 and not (tmp_path / "2.2").exists()
     assert [one["rank"] for one in result.by_rank()] == [0, 1, 3], result.report()
     living, whole = counts(tmp_path, [0, 1, 3]), counts(tmp_path, [0, 1, 2, 3])
     assert max(living.values()) <= 3  # at most once per epoch
     assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 3
+
+
+def test_what_a_stopped_learner_holds_stays_with_it(tmp_path: Path) -> None:
+    """It is stopped for longer than others wait for an answer, in the second epoch, and continued."""
+    result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,), by=signal.SIGSTOP)
+    result.checked()
+    assert max(one["longest_s"] for one in result.by_rank()) > 2
+    assert counts(tmp_path, [0, 1, 2, 3]) == dict.fromkeys(range(SIZE), 3)

@@ -1,14 +1,14 @@
-"""Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, who is killed.
+"""Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, victims.
 
 A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
-hvd.progress(). One that is
-killed ends itself in its second epoch, once all others are known to be in theirs. With a fifth argument,
-failed learners are replaced, and all train two more epochs then.
+hvd.progress(). A victim sends itself SIGNAL in its second epoch, once all others are known to be in theirs; a
+stopped one is continued later.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,23 +38,19 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.barrier()
     begun, steps, ends = time.monotonic(), [], []
-    is_new = "HVD_ADPSGD_JOIN" in os.environ
-    replaces, has_lost, epoch = len(sys.argv) > 5, is_new, 0
-    name = f"{hvd.rank()}{'n' if is_new else ''}"
-    if replaces:
-        epoch = hvd.admit(model, optimizer, state=0)
-        epochs = epoch + 2 if is_new else 10**6
-    first = epoch
-    with (folder / f"{name}.steps").open("w", buffering=1) as out:
-        while epoch < epochs:
+    with (folder / f"{hvd.rank()}.steps").open("w", buffering=1) as out:
+        for epoch in range(epochs):
             sampler.set_epoch(epoch)
             (folder / f"{hvd.rank()}.{epoch}").touch()
             for step, (batch,) in enumerate(loader):
                 at = time.monotonic()
-                if not is_new and epoch == 1 and step == 3 and hvd.rank() in victims:
+                if epoch == 1 and step == 3 and hvd.rank() in victims:
                     while not all((folder / f"{rank}.1").exists() for rank in range(hvd.size())):
                         time.sleep(0.01)
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    by = int(os.environ["SIGNAL"])
+                    if by == signal.SIGSTOP:
+                        subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+                    os.kill(os.getpid(), by)
                 time.sleep(pauses[hvd.rank()])
                 optimizer.zero_grad()
                 model(batch.float().unsqueeze(1)).sum().backward()
@@ -64,20 +60,14 @@ def main() -> None:
             ends.append(time.monotonic() - begun)
             with hvd.averaged(model):
                 pass
-            epoch += 1
-            if replaces:
-                epoch = hvd.admit(model, optimizer, state=epoch)
-                if has_lost and not hvd.failed_ranks():
-                    epochs, has_lost = epoch + 2 if epochs == 10**6 else epochs, False
-                has_lost = has_lost or bool(hvd.failed_ranks())
     state = sampler.state_dict()
     said = {
         "step_s": sum(steps) / len(steps),
         "steps": len(steps),
+        "longest_s": max(steps),
         "ends": ends,
-        "epochs": [first, epoch],
     }
-    say(**said, length=len(loader), state=state, new=is_new)
+    say(**said, length=len(loader), state=state)
 
 
 if __name__ == "__main__":
