@@ -143,7 +143,7 @@ def test_where_there_are_no_shards_the_log_says_why() -> None:
         from hvd_adpsgd.training.presence import live
         hvd.init()
         model = torch.nn.BatchNorm1d(3)
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging=sys.argv[1],
+        kept = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averaging=sys.argv[1],
             named_parameters=model.named_parameters(), buffers=model if sys.argv[2:] else None)
         say(rank=hvd.rank(), shards=[a.tensors.shards for a in live()])
     """
