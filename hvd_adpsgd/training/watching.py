@@ -83,17 +83,20 @@ class Source:
         watched = self._watched() if self._watched is not None else None
         running = live() or [one for one in live(also_stopping=True) if one is watched]
         averaging = stopping or next(iter(running), None)
-        if averaging is None and self._watched is not None:
-            return (
-                None  # the watched averaging has stopped, and was reported for the last time then
-            )
+        is_over = (
+            averaging is None and self._watched is not None
+        )  # reported for the last time before
+        if is_over or (
+            stopping is not None and stopping is not watched
+        ):  # another one is watched by now
+            return None
         if averaging is None:
             return _sample(None, None), None
-        if self._watched is None or self._watched() is not averaging:
-            self._watched = weakref.ref(averaging)
-            averaging.at_stop.append(functools.partial(self.at_stop, averaging))
         if stopping is not None:  # its engine ends next: nothing may read it from now on
             self._watched = lambda: None
+        elif averaging is not watched:
+            self._watched = weakref.ref(averaging)
+            averaging.at_stop.append(functools.partial(self.at_stop, averaging))
         return _sample(averaging, averaging.engine.counters()), averaging.engine
 
 
