@@ -183,4 +183,5 @@ def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.M
     assert [report and report.idle_s for report in told] == [0.0, 0.0]
     made._look(now, dropped)  # it stops, and its engine ends
     made._look(now, None)
-    assert len(told) == 3
+    made._look(now, dropped)  # another one is watched by now: this one is not to be watched again
+    assert len(told) == 3 and not hasattr(dropped, "at_stop")
