@@ -121,7 +121,8 @@ class Parts:
         self.answer_s = _FIRST_ANSWER_S
         self._founds = parts is not None
         self._begun: set[int] = set()  # epochs known to be begun; none before the job's first
-        self._left_early: set[int] = set()  # epochs that this one has begun and not ended
+        self._entered: set[int] = set()  # epochs that this one has begun
+        self._left_early: set[int] = set()  # of these, those that it has not ended
         self._living, self._ring = frozenset((me,)), me + 1
         self._servers: dict[int, int] = {}  # by part
         self._served: dict[int, _Served] = {}
@@ -144,7 +145,8 @@ class Parts:
             self._left_early.add(self.epoch)
             self._ready.clear()
         self.epoch, self.ended = epoch, False
-        if self._founds or self._begun:
+        self._entered.add(epoch)
+        if self._founds or self._begun or any(self._mine()):  # who serves has asked those that live
             self._learn({epoch})
         self._left.clear()
         self._asks = {part: asked for part, asked in self._asks.items() if asked[0].wanted}
@@ -387,7 +389,8 @@ class Parts:
         if (rank - part) % self._ring >= (self._servers[part] - part) % self._ring:
             self._appoint(part, rank)
             held, consumed = (self._of_part(part, r) for r in (self._granted, self.consumed))
-            self._out.append((rank, Holds(part, held, consumed, self._begun)))
+            # where nobody knows the job's first epoch, all that knew have failed
+            self._out.append((rank, Holds(part, held, consumed, self._begun or self._entered)))
 
     def _recover(self, rank: int, message: Holds) -> None:
         served = self._served.get(message.part)
@@ -405,6 +408,7 @@ class Parts:
     def _serve(self, part: int, served: _Served) -> None:
         """Serve a part of which it is known who holds what."""
         served.granted[self.me] = self._of_part(part, self._granted)
+        self._learn(set() if self._begun else self._entered)
         self._learn(set() if self.epoch is None else {self.epoch})
         self._repeat()
 
