@@ -122,9 +122,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if {"-h", "--help"} & set(own):
         new_parser(__doc__).print_help()
         raise SystemExit(0)
-    parser = new_parser(__doc__)
-    bench.add_arguments(parser)
-    options = parser.parse_args([*DEFAULTS, *own])
+    options = bench.parser().parse_args([*DEFAULTS, *own])
     if not 2 <= options.slots <= MOST:
         raise Problem(f"--slots is {options.slots}, allowed are 2 to {MOST}")
     if options.schemes != ["hadpsgd"]:

@@ -200,7 +200,7 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     try:
         compares = args.kind == "operations" or vars(args).get("straggler", 0.0) > 0
         require_at_least(_LEAST | ({"learners": 2} if compares else {}), vars(args))
@@ -212,9 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hvd_adpsgd bench", description=__doc__)
-    kinds = parser.add_subparsers(dest="kind", required=True)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `python -m hvd_adpsgd bench`."""
+    made = argparse.ArgumentParser(prog="python -m hvd_adpsgd bench", description=__doc__)
+    kinds = made.add_subparsers(dest="kind", required=True)
     for name, (told, options) in _KINDS.items():
         kind = kinds.add_parser(name, help=told)
         kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -230,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
                 default=default,
                 help=f"{means} (default: %(default)s)".strip(),
             )
-    return parser
+    return made
 
 
 def _run(args: argparse.Namespace) -> int:
