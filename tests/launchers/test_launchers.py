@@ -107,7 +107,6 @@ def test_without_mpi_a_failed_learner_takes_its_super_learner_only(victim: int, 
         assert facts[rank]["total"] == sum(set(range(4)) - gone), result.report()
         assert facts[rank]["failed"] == sorted(gone)
     for mate in gone - {victim}:
-        # a script that fails has still said that it ends
         words = (
             "has ended its training" if how == "exception" else "unless its script calls hvd.admit"
         )

@@ -79,9 +79,7 @@ def test_the_learners_of_a_super_learner_make_equally_many_steps(tmp_path: Path)
 @pytest.mark.parametrize(
     "by", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
 )
-def test_what_an_ended_super_learner_held_goes_to_the_others(
-    tmp_path: Path, by: signal.Signals
-) -> None:
+def test_what_an_ended_one_held_goes_to_the_others(tmp_path: Path, by: signal.Signals) -> None:
     result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,), by=by)
     assert len(trained(tmp_path, 2)) > 3 and not (tmp_path / "2.2").exists()
     assert [one["rank"] for one in result.by_rank()] == [0, 1, 3], result.report()
@@ -90,6 +88,7 @@ def test_what_an_ended_super_learner_held_goes_to_the_others(
     assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 3
 
 
+@pytest.mark.extended
 def test_what_a_stopped_learner_holds_stays_with_it(tmp_path: Path) -> None:
     """It is stopped for longer than others wait for an answer, in the second epoch, and continued."""
     result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,), by=signal.SIGSTOP)

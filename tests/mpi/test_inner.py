@@ -221,10 +221,9 @@ def test_no_operation_waits_for_a_learner_that_has_ended(victim: int, tmp_path: 
                 hvd.allreduce(torch.ones(3_000_000))
         except hvd.HorovodInternalError:
             pass
-        (runner,) = [t for t in threading.enumerate() if t.name == "hvd_adpsgd.inner.run"] or [None]
-        if runner is not None:
-            runner.join(60)  # bounds the wait where the test fails
-        if runner is None or not runner.is_alive():
+        runners = [t for t in threading.enumerate() if t.name == "hvd_adpsgd.inner.run"]
+        [runner.join(60) for runner in runners]  # 60: bounds the wait where the test fails
+        if not any(runner.is_alive() for runner in runners):
             (folder / str(rank)).touch()
         ends = time.monotonic() + 60
         while len(list(folder.iterdir())) < 3 and time.monotonic() < ends: time.sleep(0.01)

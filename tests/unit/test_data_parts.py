@@ -295,7 +295,7 @@ def ran(*arguments: Any, **given: Any) -> Job:
 
 @pytest.mark.parametrize("block", range(4))
 def test_every_position_is_taken_once_whatever_fails(block: int) -> None:
-    for seed in range(75 * block, 75 * (block + 1)):
+    for seed in (1128, 1502, *range(75 * block, 75 * (block + 1))):  # 2: all founders fail at once
         ran(seed)
 
 
