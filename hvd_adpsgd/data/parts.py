@@ -408,8 +408,7 @@ class Parts:
     def _serve(self, part: int, served: _Served) -> None:
         """Serve a part of which it is known who holds what."""
         served.granted[self.me] = self._of_part(part, self._granted)
-        self._learn(set() if self._begun else self._entered)
-        self._learn(set() if self.epoch is None else {self.epoch})
+        self._learn(self._entered)
         self._repeat()
 
     def _repeat(self) -> None:

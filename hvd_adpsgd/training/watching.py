@@ -83,15 +83,10 @@ class Source:
         watched = self._watched() if self._watched is not None else None
         running = live() or [one for one in live(also_stopping=True) if one is watched]
         averaging = stopping or next(iter(running), None)
-        is_over = (
-            averaging is None and self._watched is not None
-        )  # reported for the last time before
-        if is_over or (
-            stopping is not None and stopping is not watched
-        ):  # another one is watched by now
-            return None
-        if averaging is None:
-            return _sample(None, None), None
+        if averaging is None:  # after the last report of the watched one, nothing is reported
+            return None if self._watched is not None else (_sample(None, None), None)
+        if stopping is not None and stopping is not watched:
+            return None  # another one is watched by now
         if stopping is not None:  # its engine ends next: nothing may read it from now on
             self._watched = lambda: None
         elif averaging is not watched:
