@@ -31,14 +31,12 @@ def run(
 
 def trained(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
     """The steps of a learner: epoch in which it was, and indices."""
-    lines = (folder / f"{rank}.steps").read_text().splitlines()
-    return [(epoch, indices) for epoch, indices, _ in map(json.loads, lines)]
+    return [tuple(json.loads(line)[:2]) for line in (folder / f"{rank}.steps").open()]
 
 
 def progress(folder: Path, rank: int) -> list[int]:
     """hvd.progress() of a learner after each of its steps."""
-    lines = (folder / f"{rank}.steps").read_text().splitlines()
-    return [json.loads(line)[2] for line in lines]
+    return [json.loads(line)[2] for line in (folder / f"{rank}.steps").open()]
 
 
 def counts(folder: Path, ranks: list[int]) -> Counter[int]:
@@ -55,9 +53,7 @@ def test_a_slow_learner_gets_less(tmp_path: Path, how: str) -> None:
     assert max(one["ends"][-1] for one in facts) < 1.5 * ideal, facts
     assert all(one["length"] == 26 for one in facts)
     assert facts[0]["steps"] < 0.6 * facts[1]["steps"]
-    for rank in range(
-        4
-    ):  # a schedule does not lag on the slow one, which makes a tenth of the samples
+    for rank in range(4):  # no schedule lags on the slow one, which makes a tenth of the samples
         samples = progress(tmp_path, rank)
         assert samples == sorted(samples) and 1.5 * SIZE < samples[-1] <= 3 * SIZE, samples
     assert facts[0]["state"]["epoch"] >= 2  # reports of the last second may be missing

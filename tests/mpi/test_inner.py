@@ -222,11 +222,13 @@ def test_no_operation_waits_for_a_learner_that_has_ended(victim: int, tmp_path: 
         except hvd.HorovodInternalError:
             pass
         runners = [t for t in threading.enumerate() if t.name == "hvd_adpsgd.inner.run"]
-        [runner.join(60) for runner in runners]  # 60: bounds the wait where the test fails
+        for runner in runners:
+            runner.join(60)  # bounds the wait where the test fails
         if not any(runner.is_alive() for runner in runners):
             (folder / str(rank)).touch()
         ends = time.monotonic() + 60
-        while len(list(folder.iterdir())) < 3 and time.monotonic() < ends: time.sleep(0.01)
+        while len(list(folder.iterdir())) < 3 and time.monotonic() < ends:
+            time.sleep(0.01)
         say(rank=rank, ended=sorted(int(path.name) for path in folder.iterdir()))
         raise SystemExit(3)
     """

@@ -1,5 +1,6 @@
 """A run that is watched: every leader knows all, the record is written, a failure is in it."""
 
+import http.client
 import json
 import re
 import subprocess
@@ -105,7 +106,7 @@ def serves(port: int, *lines: str) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException):  # a leader that dies cuts its answer short
         return False
     return all(re.search(line, text) for line in lines)
 

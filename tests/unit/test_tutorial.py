@@ -69,6 +69,6 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     printed = "".join(execute(cells(), tmp_path))
     assert "2 super learners" in printed and "epoch 3/3" in printed, printed
     assert "trace.3.json" in printed, printed
-    assert '"inner_allreduce"' in (tmp_path / "out/tutorial/merged.json").read_text()
+    assert '"inner_allreduce"' in (tmp_path / "out/tutorial/run/trace.0.json").read_text()
     page = (tmp_path / "out/tutorial/run/report.html").read_text()
-    assert page.count("<svg") >= 5 and "loss" in page
+    assert '"yaxis5":{' in page and "loss" in page
