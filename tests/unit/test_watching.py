@@ -52,12 +52,8 @@ def test_any_report_fits_and_comes_back(report: Report) -> None:
     data = encode(report)
     back = decode(data)
     assert len(data) <= REPORT_NBYTES and back is not None
-    assert (back.time_s, back.step, back.exchanges) == (
-        report.time_s,
-        report.step,
-        report.exchanges,
-    )
-    assert back.staleness_p95 == report.staleness_p95
+    for name in ("time_s", "step", "exchanges", "staleness_p95"):
+        assert getattr(back, name) == getattr(report, name)
     assert abs(back.offer - report.offer) <= 0.005 + 1e-9 and back.inner_allreduce == 0
     assert back.left_out == min(report.left_out, 2**32 - 1)
     if math.isfinite(report.distance) and abs(report.distance) < 1e38:
@@ -211,61 +207,31 @@ def within(times: Any, i: int, s: int) -> bool:
     return any(i == who and begin <= s < end for who, begin, end in times)
 
 
-def alerted(seconds: int, run: Watched) -> list[tuple[str, int | None, int]]:
-    """(kind, about, second) of the alerts of a run."""
-    return [(kind, about, second) for second, kind, about in told(seconds, run.at)]
+HUNG_1 = [("hung", 1)]
+HANGS = {  # a run, and what is reported of it
+    "hangs": (lambda: Watched((1, 100, 5000)), HUNG_1),
+    # with the GIL held, or a GPU that never answers the thread that reports
+    "sends no reports": (lambda: Watched(mute=[(1, 100, 5000)]), HUNG_1),
+    "two of three hang": (lambda: Watched((1, 100, 5000), (2, 300, 5000)), [*HUNG_1, ("hung", 2)]),
+    "the others wait for it": (
+        lambda: Watched((1, 100, 5000), waits=[(0, 110, 5000), (2, 110, 5000)]), HUNG_1),
+    "evaluates alone, in every 360 s": (
+        lambda: Watched(*[(1, s, s + 120) for s in range(300, 3600, 360)]), HUNG_1),
+    "pauses": (lambda: Watched(waits=[(1, 100, 900)]), []),
+    "all evaluate": (lambda: Watched((0, 100, 250), (1, 100, 255), (2, 100, 252)), []),
+    "evaluates for longer": (lambda: Watched((0, 100, 160), (1, 100, 210), (2, 100, 165)), []),
+    "took as long before": (lambda: Watched((0, 100, 130), (1, 140, 170), (1, 300, 355)), []),
+    "long steps": (lambda: Watched(*[(1, s, s + 8) for s in range(20, 900, 9)]), []),
+    "compiles": (lambda: Watched(begins={0: 200, 1: 500}), []),
+}  # fmt: skip
 
 
-def test_a_hung_trainer_is_told_within_a_minute_and_is_not_slow() -> None:
-    ((kind, about, second),) = alerted(1000, Watched((1, 100, 5000)))
-    assert (kind, about) == ("hung", 1)
-    assert 140 <= second <= 160, "all is told once"
-
-
-def test_a_hung_process_that_sends_no_reports_is_told() -> None:
-    """As with the GIL held, or a GPU that never answers the thread that reports."""
-    ((kind, about, second),) = alerted(1000, Watched(mute=[(1, 100, 5000)]))
-    assert (kind, about) == ("hung", 1)
-    assert 140 <= second <= 160
-
-
-def test_two_hung_ones_of_three_are_told_by_the_steps_of_the_third() -> None:
-    found = alerted(1000, Watched((1, 100, 5000), (2, 300, 5000)))
-    assert [(kind, about) for kind, about, _ in found] == [("hung", 1), ("hung", 2)]
-
-
-def test_one_that_hangs_while_the_others_wait_for_it_in_a_collective_is_told() -> None:
-    run = Watched((1, 100, 5000), waits=[(0, 110, 5000), (2, 110, 5000)])
-    assert [(kind, about) for kind, about, _ in alerted(1000, run)] == [("hung", 1)]
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Watched(waits=[(1, 100, 900)]),
-        Watched((0, 100, 250), (1, 100, 255), (2, 100, 252)),
-        Watched((0, 100, 160), (1, 100, 210), (2, 100, 165)),
-        Watched((0, 100, 130), (1, 140, 170), (1, 300, 355)),
-        Watched(*[(1, s, s + 8) for s in range(20, 900, 9)]),
-        Watched(begins={0: 200, 1: 500}),
-    ],
-    ids=[
-        "a pause of its own",
-        "all evaluate",
-        "one evaluates for longer",
-        "it took as long before",
-        "long steps",
-        "compiles",
-    ],
-)
-def test_trainers_that_do_not_hang_are_not_told(run: Watched) -> None:
-    assert [kind for kind, *_ in alerted(1000, run) if kind == "hung"] == []
-
-
-def test_what_takes_long_is_told_once() -> None:
-    """An evaluation on one super learner, outside of hvd.averaged, in every tenth of an hour."""
-    run = Watched(*[(1, s, s + 120) for s in range(300, 3600, 360)])
-    assert [kind for kind, *_ in alerted(3600, run)] == ["hung"]
+@pytest.mark.parametrize("case", HANGS)
+def test_trainers_that_hang_are_reported_once_within_a_minute_and_no_others(case: str) -> None:
+    run, expected = HANGS[case]
+    found = told(3600 if "every" in case else 950, run().at)
+    assert [(kind, about) for _, kind, about in found if expected or kind == "hung"] == expected
+    assert case not in ("hangs", "sends no reports") or 140 <= found[0][0] <= 160
 
 
 def test_the_table_shows_a_hung_trainer() -> None:
@@ -288,22 +254,16 @@ def test_one_without_an_exchange_for_a_minute() -> None:
 def test_one_that_does_not_answer_is_told_once_after_a_minute() -> None:
     alerts = Alerts(["a", "b", "c"])
     found = [
-        (second, alert.kind, alert.about, alert.text)
+        (second, alert.kind, alert.about)
         for second in range(100, 300)
         for alert in alerts.check(float(second), {0: FINE}, {0, 1}, {2: 105.0})
     ]
-    ((second, kind, about, text),) = found
-    assert (second, kind, about) == (165, "silent", 2)
-    assert "super learner 2 (c) has not answered for 60 s (bound: 60 s)" in text
+    assert found == [(165, "silent", 2)]
 
 
 @pytest.mark.parametrize(
     ("steps", "chunks", "cause"),
-    [
-        (750, 0, "not finite after 750 steps"),
-        (0, 3, "3 chunks of its model are not finite"),
-        (5, 0, "its network"),
-    ],
+    [(750, 0, "not finite after 750"), (0, 3, "3 chunks of its"), (5, 0, "its network")],
 )
 def test_why_there_is_no_exchange(steps: int, chunks: int, cause: str) -> None:
     bad = replace(FINE, apart_s=75.0, apart_steps=812, nonfinite_steps=steps, left_out=chunks)
@@ -349,10 +309,6 @@ def test_each_alert_has_a_bound_and_a_cure() -> None:
         alert.text for now in (0.0, 30.0) for alert in alerts.check(now, {0: bad, 5: bad}, (0, 5))
     ]
     assert len(texts) == 6
-    assert any(
-        "super learner 0 (node0, learner 0) has had no exchange for 75 s and 812 steps" in t
-        for t in texts
-    )
     assert all(re.search(r"bound|median|last 8", text) and "\n" not in text for text in texts)
 
 
@@ -360,26 +316,13 @@ def recorded(folder: Path, n: int = 2, seconds: int = 30, **how: Any) -> None:
     """A record of n super learners; the last one fails in the middle."""
     for i in range(n):
         record = Record(folder, i, **how)
-        record.write(
-            "start",
-            time_s=0.0,
-            super_learner=i,
-            name=f"host{i}, learner {i}",
-            every_s=1.0,
-            averaging="x",
-        )
+        record.write("start", time_s=0.0, name=f"host{i}, learner {i}", every_s=1.0)
         for s in range(seconds if i < n - 1 else seconds // 2):
             report = replace(FINE, time_s=float(s), step=10 * s, scalars={"loss": 1 / (s + 1)})
             record.report(i, report, peers={str((i + 1) % n): s}, staleness={"1": 5 * s})
         record.close()
     record = Record(folder, 0)
-    record.write(
-        "event",
-        time_s=seconds / 2,
-        event="failed",
-        about=n - 1,
-        text=f"super learner {n - 1} failed",
-    )
+    record.write("event", time_s=seconds / 2, event="failed", about=n - 1, text="failed")
     record.close()
 
 
@@ -390,11 +333,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert run.tracks[0].name == "host0, learner 0"
     assert run.tracks[0].reports[-1].scalars == {"loss": 1 / 30}
     assert run.tracks[0].tables == {"peers": {1: 29}, "staleness": {1: 145}}
-    assert [(event.what, event.about) for event in run.events] == [
-        ("start", 0),
-        ("start", 1),
-        ("failed", 1),
-    ]
+    assert [event.what for event in run.events] == ["start", "start", "failed"]
 
 
 def test_reports_become_rarer_as_the_run_grows(
@@ -416,8 +355,7 @@ def test_not_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
     record.report(0, Report(time_s=1.0, scalars={"loss": math.nan, "lr": math.inf, "x": -math.inf}))
     record.close()
     json.loads((tmp_path / "0.jsonl").read_text(), parse_constant=lambda text: pytest.fail(text))
-    run = read(tmp_path)
-    scalars = run.tracks[0].reports[0].scalars
+    scalars = read(tmp_path).tracks[0].reports[0].scalars
     assert math.isnan(scalars["loss"])
     assert (scalars["lr"], scalars["x"]) == (math.inf, -math.inf)
 
@@ -425,10 +363,7 @@ def test_not_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
 def test_a_line_that_is_cut_off_or_strange_is_passed_over(tmp_path: Path) -> None:
     recorded(tmp_path)
     with open(tmp_path / "0.jsonl", "a") as file:
-        file.write(
-            '[1]\n{"kind": "event", "event": 3}\n{"kind": "report", "time_s": "x"}\n{"kind": "rep'
-        )
-    (tmp_path / "other.jsonl").write_text("{}")
+        file.write('[1]\n{"kind": "rep')
     assert len(read(tmp_path).tracks[0].reports) == 30
 
 
@@ -458,9 +393,7 @@ def test_a_deleted_record_ends_with_one_warning(
     for now_s in (200.0, 300.0):
         record.look(now_s)
         record.report(0, replace(FINE, time_s=now_s))
-    assert [line.getMessage() for line in caplog.records] == [
-        f"record {folder / '0.jsonl'} ends here, training continues: the file has been deleted or moved."
-    ]
+    assert len(caplog.records) == 1 and "0.jsonl ends here" in caplog.text
 
 
 def noted(folder: Path, writer: int, *changes: tuple[float, str]) -> None:
@@ -475,13 +408,7 @@ def test_what_several_leaders_note_is_one_event(tmp_path: Path) -> None:
     noted(tmp_path, 0, (10.0, "suspect"), (11.0, "alive"), (12.0, "suspect"), (50.0, "failed"))
     noted(tmp_path, 1, (10.2, "suspect"), (11.1, "alive"), (12.1, "suspect"), (52.0, "failed"))
     noted(tmp_path, 3, (10.3, "suspect"), (11.2, "alive"), (11.9, "suspect"), (58.0, "failed"))
-    assert [(event.time_s, event.what) for event in read(tmp_path).events] == [
-        (10.0, "suspect"),
-        (11.0, "alive"),
-        (11.9, "suspect"),
-        (50.0, "failed"),
-        (58.0, "failed"),
-    ]
+    assert [event.time_s for event in read(tmp_path).events] == [10.0, 11.0, 11.9, 50.0, 58.0]
 
 
 @pytest.mark.parametrize("newest", [None, 1000])
@@ -568,9 +495,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert report_command.main([str(tmp_path), "-o", str(tmp_path / "0.jsonl")]) == 2
     assert (tmp_path / "0.jsonl").read_bytes() == before
     monkeypatch.setenv("HVD_ADPSGD_RECORD", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "140")
-    assert top.main(["--once"]) == 0
-    assert "host0, learner 0" in capsys.readouterr().out
+    capsys.readouterr()
     assert top.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in found["super_learners"]] == ["SILENT", "FAILED"]
