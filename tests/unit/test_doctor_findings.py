@@ -27,6 +27,7 @@ from hvd_adpsgd.tools.doctor.findings import (
     Visit,
 )
 from hvd_adpsgd.tools.doctor.probes import Answer
+from tests.launcher import wait_for
 
 MIB, GIB = 2**20, 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +39,7 @@ def require(finding: Finding, level: str, *words: str) -> None:
     assert bool(finding.cure) == (level != OK), finding
     assert all(word in str(finding) for word in words), finding
     assert "\n" not in finding.found + finding.cure
+    assert len(str(finding).splitlines()) == 1 + (level != OK)
 
 
 INSIDE = {"torch": "2.13.0", "gloo": True, "nccl": False, "gpus": 0, "cuda": None}
@@ -49,12 +51,9 @@ FAST, SLOW = Interface("ib0", True, 100_000), Interface("eth0", True, 100)
 UNKNOWN, DOWN = Interface("eth1", True, None), Interface("eth2", False, 10_000)
 HERE = f.Here("/v/bin/python", "0.1.0", {"torch": "2.13.0", "cython": "3.1"})
 SAID = {
-    "version": "0.1.0",
-    "packages": {"torch": "2.13.0", "cython": None},
-    "cores": 8,
-    "free_bytes": 8 * GIB,
-    "daemon": True,
-}
+    "version": "0.1.0", "packages": {"torch": "2.13.0", "cython": None}, "cores": 8,
+    "free_bytes": 8 * GIB, "daemon": True,
+}  # fmt: skip
 
 
 def library(version: str) -> dict[str, str]:
@@ -64,29 +63,22 @@ def library(version: str) -> dict[str, str]:
 JUDGED = {  # arguments, level, and words of what was found or of the cure
     f.judge_python: [
         (((3, 11, 0), "/usr/bin/python3"), OK, "/usr/bin/python3"),
-        (((3, 14, 1), "/usr/bin/python3"), OK, "/usr/bin/python3"),
         (((3, 10, 9), "/usr/bin/python3"), FAIL, "/usr/bin/python3"),
     ],
     f.judge_package: [
         (("torch", "2.13.0+cpu"), OK, "torch", "2.13.0+cpu"),
         (("torch", None), FAIL, "torch", "pip install torch"),
         (("torch", "1.13.1"), FAIL, "torch", "2.0"),
-        (("numpy", "1.26.4"), OK, "numpy"),
         (("numpy", "1.9.0"), FAIL, "numpy", "1.26"),
-        (("mpi4py", "4.1.2"), OK, "mpi4py"),
         (("mpi4py", "3.1.6"), FAIL, "mpi4py", "4.0"),
         (("horovod", "0.28.1+adpsgd.kdc8c6052f378"), OK, "horovod"),
         (("horovod", "0.29.0"), WARN, "horovod", "0.28.1"),
         (("horovod", None), FAIL, "horovod", "build-horovod"),
-        (("cython", "3.3.1"), OK, "cython"),
         (("cython", None), OK, "cython"),
         (("cython", "0.29"), WARN, "cython", "3.1"),
         (("numpy", "unknown"), FAIL, "numpy", "1.26"),
         (("horovod", None, "torch"), OK),
-        (("horovod", "0.19.0", "torch"), OK),
-        (("mpi4py", None, "torch"), OK),
         (("torch", None, "torch"), FAIL),
-        (("numpy", None, "torch"), FAIL),
     ],
     f.judge_torch_inside: [
         ((INSIDE,), OK, "2.13.0"),
@@ -99,7 +91,6 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
     ],
     f.judge_controller: [
         (({},), OK, "MPI"),
-        (({"HOROVOD_CONTROLLER": "mpi"},), OK, "mpi"),
         (({"HOROVOD_CONTROLLER": "gloo"},), WARN, "unset HOROVOD_CONTROLLER.", "horovodrun --gloo"),
         (({"HOROVOD_CPU_OPERATIONS": "GLOO"},), WARN, "unset HOROVOD_CPU_OPERATIONS."),
         (({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},),
@@ -114,6 +105,18 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         (("/v/mpirun", "what?", library(OPEN_MPI_5)), FAIL, "no known MPI"),
         ((None, "", library(OPEN_MPI_5)), FAIL, "no mpirun on PATH", "Open MPI 5.0.11"),
         (("/v/mpirun", "mpirun (Open MPI) 5.0.11", library("Home-made 1\nmore")), FAIL, "Home-made 1"),
+        (("/v/mpirun", "", {"error": "No module named 'mpi4py'"}), FAIL, "named 'mpi4py'", "openmpi"),
+    ],
+    f.judge_ulfm_on: [
+        (({"flags": ["-mca pml ob1", "--with-ft ulfm"]},), OK),
+        (({"flags": ["-mca pml ob1", "-mca btl ^openib"]},), WARN, "--mpi-args=", "--binding-args=", "pml ob1"),
+        (({"flags": None},), FAIL, "mpirun"),
+        (({"error": "ImportError: on purpose"},), FAIL, "on purpose", "build-horovod"),
+    ],
+    f.judge_options: [((0, None), OK, "none"), ((2, None), OK, "2 set")],
+    f.judge_home: [(({"HOME": "/"},), OK), (({},), FAIL, "mpirun does not start", "Set HOME")],
+    f.judge_host_name: [
+        (("vm", ""), OK), (("vm", "vm"), WARN, "no IPv4 address", "/etc/hosts"),
     ],
     f.judge_threads: [
         (({"level": "MPI_THREAD_MULTIPLE"}, {}), OK, "MPI_THREAD_MULTIPLE"),
@@ -124,7 +127,6 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
     ],
     f.judge_ulfm_compiled: [
         (("ompi:version:full:5.0.11\noptions:ft_mpi_support:yes\n",), OK),
-        (("option:ft_mpi_support:yes\n",), OK),
         (("options:ft_mpi_support:no\n",), WARN),
         (("x:options:ft_mpi_support:yes\n",), WARN),
         (("",), WARN),
@@ -138,7 +140,6 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         (({**LOADED, "mpi": False},), FAIL, "without MPI", "build-horovod"),
         (({**LOADED, "gpus": 2},), FAIL, "2 GPUs", "HOROVOD_GPU_OPERATIONS=NCCL"),
         (({**LOADED, "gpus": 2, "cuda": None},), WARN, "2 GPUs", "no CUDA"),
-        (({**LOADED, "cuda": None},), OK),
         (({**LOADED, "gpus": 2, "nccl": True},), OK),
         (({"error": "ModuleNotFoundError: No module named 'torch'"},), FAIL, "said above"),
         (({"error": "undefined symbol: _ZN3c10"},), FAIL, "_ZN3c10", "build-horovod"),
@@ -155,12 +156,12 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         ((Memory(100 * MIB), 256, 1, 1), OK, "100 MiB free"),
         ((Memory(79 * MIB), 256, 9, 2), WARN, "80 MiB", "through MPI"),
         ((Memory(100 * MIB), 256, 4, 2), OK, "a float32 model of 6 MiB"),
+        ((Memory(100 * MIB), 1024, 3, None), WARN, "128 MiB"),
         ((Memory(8 * GIB), 256, 4, 2), OK, "8.0 GiB"),
         ((Memory(None, "no file can be made there"), 256, 1, None), FAIL, "no file can be made there"),
     ],
     f.judge_cores: [
         ((2.0, None), OK, "2 usable"),
-        ((2.0, 2), OK, "2 learners"),
         ((1.5, 2), WARN, "1.5 usable for 2 learners"),
         ((2.0, 3), WARN, "Start fewer"),
     ],
@@ -168,7 +169,6 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         (([FAST, DOWN], 2), OK, "ib0 100 Gb/s", "down: eth2"),
         (([UNKNOWN], 2), OK, "eth1 of unknown speed"),
         (([SLOW], 2), WARN, "eth0 100 Mb/s", "HVD_ADPSGD_WIRE_DTYPE"),
-        (([SLOW, FAST], 2), OK),
         (([SLOW, UNKNOWN], 2), OK),
         (([SLOW], 1), OK),
         (([DOWN], 2), FAIL, "none up; down: eth2", "ip link set"),
@@ -224,28 +224,16 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
 def test_judgement(judge, row):
     arguments, level, *words = row
     require(judge(*arguments), level, *words)
+    if judge is f.judge_ulfm_on:
+        assert f.switches_ulfm_on(*arguments) == (level == OK)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"HVD_ADPSGD_DEADLINE_S": "huge"},
-        {"HVD_ADPSGD_CHUNKKIB": "1"},
-        {"HVD_ADPSGD_DEADLINE_S": "0"},
-    ],
-)
-def test_options(environ):
+def test_options():
     with pytest.raises(ConfigError) as problem:
-        Config.from_environment(environ)
+        Config.from_environment({"HVD_ADPSGD_DEADLINE_S": "huge"})
     finding = f.judge_options(1, str(problem.value))
-    require(finding, FAIL, next(iter(environ)))
-    assert not finding.found.endswith(".")
-    assert finding.cure.endswith(".")
-
-
-def test_knobs_that_are_good():
-    require(f.judge_options(0, None), OK, "none")
-    require(f.judge_options(2, None), OK, "2 set")
+    require(finding, FAIL, "HVD_ADPSGD_DEADLINE_S")
+    assert not finding.found.endswith(".") and finding.cure.endswith(".")
 
 
 MPICH_4 = "MPICH Version:      4.2.0\nMPICH Release date: Fri Feb  9 12:29:21 CST 2024"
@@ -273,29 +261,6 @@ def test_read_mpi(text, expected):
     assert f.read_mpi(text) == expected
 
 
-def test_mpi_that_does_not_load():
-    finding = f.judge_mpi("/v/mpirun", "", {"error": "No module named 'mpi4py'"})
-    require(finding, FAIL, "No module named 'mpi4py'", "openmpi")
-
-
-@pytest.mark.parametrize(
-    ("flags", "level", "words"),
-    [
-        ({"flags": ["-mca pml ob1", "--with-ft ulfm"]}, OK, []),
-        (
-            {"flags": ["-mca pml ob1", "-mca btl ^openib"]},
-            WARN,
-            ["--mpi-args=", "--binding-args=", "pml ob1"],
-        ),
-        ({"flags": None}, FAIL, ["mpirun"]),
-        ({"error": "ImportError: on purpose"}, FAIL, ["on purpose", "build-horovod"]),
-    ],
-)
-def test_ulfm_on(flags, level, words):
-    require(f.judge_ulfm_on(flags), level, *words)
-    assert f.switches_ulfm_on(flags) == (level == OK)
-
-
 def test_the_options_are_those_of_the_documentation():
     page = " ".join((ROOT / "docs" / "launching.md").read_text().split())
     for option in f.ULFM_OPTIONS:
@@ -304,22 +269,12 @@ def test_the_options_are_those_of_the_documentation():
         assert f'{name}="{value}"' in f.judge_ulfm_on({"flags": []}).cure
 
 
-def test_memory_counts_the_chunk():
-    require(f.judge_memory(Memory(100 * MIB), 256, 1, None), OK)
-    require(f.judge_memory(Memory(100 * MIB), 1024, 3, None), WARN, "128 MiB")
-
-
 def test_the_outbox_is_the_engines():
     engine = (ROOT / "ext" / "hvd_adpsgd" / "engine" / "core.pxd").read_text()
     lanes, sets = (
         int(engine.split(f"    {name} = ", 1)[1].split()[0]) for name in ("LANES", "SETS")
     )
     assert lanes * sets // 2 == f.OUTBOX_CHUNKS
-
-
-def test_a_finding_is_one_line_and_its_cure_another():
-    assert str(Finding(OK, "a", "b")) == "ok    a: b"
-    assert str(Finding(FAIL, "a", "b", "c.")).splitlines() == ["FAIL  a: b", "      c."]
 
 
 def test_survival_is_read_from_marked_lines():
@@ -384,14 +339,14 @@ def test_a_hostfile_that_horovod_refuses(tmp_path, line):
     require(f.judge_problem("hosts", str(problem.value)), FAIL, "line 2", "NAME slots=N")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
-def test_a_hostfile_that_is_none(tmp_path, content):
+def test_a_hostfile_that_is_none(tmp_path):
     file = tmp_path / "hosts"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ConfigError) as problem:
-        hosts.read_hostfile(str(file))
-    require(f.judge_problem("hosts", str(problem.value)), FAIL, str(file))
+    for content in (None, b"", b"\xff\xfe"):
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ConfigError) as problem:
+            hosts.read_hostfile(str(file))
+        require(f.judge_problem("hosts", str(problem.value)), FAIL, str(file))
 
 
 @pytest.mark.parametrize(
@@ -410,22 +365,11 @@ def test_a_silent_name_server_is_not_waited_for():
 
 def test_a_program_that_hangs_is_ended_with_its_children(tmp_path):
     """A child of the program, in its group, is gone as well, and what was said is kept."""
-    code = (
-        "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
     began = time.monotonic()
-    answer = probes.bounded([sys.executable, "-c", code], 5)
+    answer = probes.bounded(["sh", "-c", "sleep 600 & echo $!; wait"], 1)
     assert time.monotonic() - began < 60
-    assert answer.status is None
-    assert answer.error == "not done after 5 s"
-    child = int(answer.out)
-    ends = time.monotonic() + 60
-    while running(child):
-        assert time.monotonic() < ends, "the child lives on"
-        time.sleep(0.05)
+    assert (answer.status, answer.error) == (None, "not done after 1 s")
+    wait_for(lambda: not running(int(answer.out)), "the end of the child")
 
 
 def running(pid: int) -> bool:
@@ -529,14 +473,8 @@ def test_it_loads_nothing_but_the_standard_library():
         "tops = {name.partition('.')[0] for name in sys.modules}\n"
         "print(json.dumps(sorted(tops - set(sys.stdlib_module_names) - {'hvd_adpsgd'})))\n"
     )
-    command = [sys.executable, "-S", "-c", code]
-    answer = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    command, env = [sys.executable, "-S", "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert answer.returncode == 0, answer.stderr
     assert set(json.loads(answer.stdout)) <= {"__main__"}
 
@@ -546,13 +484,6 @@ def test_one_learner_is_started_on_each_host():
     assert doctor._different([*visits, Visit("a", 3)]) == ["a", "localhost"]
 
 
-def test_home_is_needed():
-    require(f.judge_home({"HOME": "/"}), OK)
-    require(f.judge_home({}), FAIL, "mpirun does not start", "Set HOME")
-
-
 def test_the_name_of_the_host_is_needed_without_mpi(monkeypatch):
-    require(f.judge_host_name("vm", ""), OK)
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     assert unresolved_host() == "no-such-host.invalid"
-    require(f.judge_host_name("vm", "vm"), WARN, "no IPv4 address", "/etc/hosts")
