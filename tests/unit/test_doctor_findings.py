@@ -109,7 +109,7 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
     ],
     f.judge_ulfm_on: [
         (({"flags": ["-mca pml ob1", "--with-ft ulfm"]},), OK),
-        (({"flags": ["-mca pml ob1", "-mca btl ^openib"]},), WARN, "--mpi-args=", "--binding-args=", "pml ob1"),
+        (({"flags": ["-mca pml ob1", "-mca btl ^openib"]},), WARN, "--mpi-args=", "pml ob1"),
         (({"flags": None},), FAIL, "mpirun"),
         (({"error": "ImportError: on purpose"},), FAIL, "on purpose", "build-horovod"),
     ],
