@@ -81,6 +81,7 @@ def names(block: str) -> dict[str, object]:
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "train_one_epoch": lambda *_: None,
         "scaler": torch.amp.GradScaler("cpu"), "train": lambda **_: None, "SummaryWriter": Board,
         "wandb": types.SimpleNamespace(init=Board), "mlflow": Board(),
+        **({"sampler": hvd.DynamicSampler(data)} if 'saved["sampler"]' in block else {}),
         **(two_networks() if "optimizer_d" in block else {}),
     }  # fmt: skip
 
