@@ -57,12 +57,6 @@ def test_a_command_that_fails_or_takes_too_long_is_a_problem(script, deadline_s,
         jobs.run(command, {}, deadline_s, tmp_path / "log")
 
 
-def test_options_become_words(tmp_path):
-    words = jobs.learner("x", {"block_s": 2, "sizes": (1, 2)}, tmp_path / "told")
-    assert words[1:3] == ["-m", "lab.studies.disturbed.x"]
-    assert words[3:] == ["--block-s", "2", "--sizes", "1", "2", "--out", str(tmp_path / "told")]
-
-
 # ---- stragglers
 
 
@@ -106,13 +100,6 @@ def test_the_model_is_that_of_theory():
     assert result["synchronous"]["kept"]["10"]["model"] == pytest.approx(1 / 10)
     waiting = {scheme for scheme in stragglers.SCHEMES if stragglers.waits(scheme)}
     assert set(stragglers.SCHEMES) - waiting == {"random_pairs", "fixed_ring", "random_ring"}
-
-
-def test_the_tables_of_stragglers():
-    rows = stragglers.table(_stragglers()).splitlines()
-    assert rows[2] == "| `random_pairs` | 0.990 (0.950 to 1.020) | 0.50, 0.50 |"
-    assert "| `synchronous` | 0.100 (0.100) | 640 |" in rows
-    assert rows[-2] == "| `random_pairs` | 0.768 (0.775) | 640 |"
 
 
 @pytest.mark.parametrize(("slowest", "verdict"), [(9.8, "98.0%.*met"), (9.6, "96.0%.*missed")])
@@ -182,12 +169,18 @@ def test_goals_are_judged():
     assert network.goal({}) == []
 
 
-def test_the_table_of_the_network():
-    rows = network.table(_network()).splitlines()
-    assert len(rows) == 2 + 2 * 2
-    assert len({row.count("|") for row in rows}) == 1
-    assert rows[2].startswith("| 1 Gb/s | 43.15 M | cpu | random_pairs | 10.5 | 10.1 | 96.0% (")
+def test_tables_and_pictures_of_the_network_and_of_stragglers(tmp_path):
+    curves = {network.GOSSIP: [_copy("steps 8", 8, 1.9), _copy("steps 16", 16, 1.7)]}
+    assert "| `random_pairs` | 0.990 (0.950 to 1.020) | 0.50, 0.50 |" in stragglers.table(
+        _stragglers()
+    )
+    assert "| random_pairs | 10.5 | 10.1 | 96.0% (" in network.table(_network())
     assert len(network.profile(_network(), *network.GOAL_CELL).splitlines()) == 2 + 2 * 2 * 2
+    assert "| steps 8 | 8, 1.900, 0.5 |" in network.curve_table(curves)
+    picture.draw_stragglers(_stragglers(), tmp_path / "a.png")
+    picture.draw_network(_network(), curves, tmp_path / "b.png")
+    picture.draw_network({}, {}, tmp_path / "c.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in "abc")
 
 
 def _copy(at: str, steps: int, loss: float) -> dict:
@@ -201,9 +194,6 @@ def test_curves_are_compared_where_all_have_a_copy():
         "b": [_copy("steps 8", 8, 1.8), _copy("time 0.5", 6, 2.0)],
     }
     assert network.common(curves) == ["steps 8", "time 0.5"]
-    rows = network.curve_table(curves).splitlines()
-    assert rows[2] == "| steps 8 | 8, 1.900, 0.5 | 8, 1.800, 0.5 |"
-    assert rows[3] == "| 10 s | 9, 1.700, 0.5 | 6, 2.000, 0.5 |"
 
 
 def test_samples_are_new_for_every_learner_and_step_and_the_same_again():
@@ -228,29 +218,13 @@ veth7a:       1      10    0    0    0     0          0         0       30      
     assert far_learner.wire_bytes(text) == 2030
 
 
-def test_pictures_are_drawn(tmp_path):
-    picture.draw_stragglers(_stragglers(), tmp_path / "a.png")
-    curves = {network.GOSSIP: [_copy("steps 8", 8, 1.9), _copy("steps 16", 16, 1.7)]}
-    picture.draw_network(_network(), curves, tmp_path / "b.png")
-    picture.draw_network({}, {}, tmp_path / "c.png")
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in "abc")
-
-
 # ---- the script
 
 
-def test_the_script_tells_what_it_does():
-    command = [sys.executable, "-m", "lab.studies.cluster"]
-    told = subprocess.run(
-        [*command, "--help"], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert told.returncode == 0, told.stderr
-    assert "--parts" in told.stdout
-    wrong = subprocess.run(
-        [*command, "--links", "1 Tb/s"], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert wrong.returncode == 2
-    assert "known are 10 Gb/s" in wrong.stderr
+def test_the_script_refuses_an_unknown_link():
+    command = [sys.executable, "-m", "lab.studies.cluster", "--links", "1 Tb/s"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert told.returncode == 2 and "known are 10 Gb/s" in told.stderr
 
 
 # ---- surface
@@ -278,10 +252,8 @@ def test_the_simulator_knows_how_many_exchanges_a_link_carries():
 
 def test_table_and_figure_of_the_surface(tmp_path):
     found = _surface()
-    rows = surface.table(found).splitlines()
-    assert len(rows) == 2 + 2 * len(surface.SCHEMES)
-    assert rows[2].startswith("| 43.15 M | 50 Mb/s | whole |")
-    assert "| 90.0% |" in rows[2] and "| 52.5% | 0.9% |" in rows[2]
+    row = surface.table(found).splitlines()[2]
+    assert "| 90.0% |" in row and "| 52.5% | 0.9% |" in row
     surface.draw(found, tmp_path / "a.png")
     surface.draw({}, tmp_path / "b.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000

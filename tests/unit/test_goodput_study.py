@@ -10,18 +10,11 @@ from lab.studies import averaging_at_size, goodput
 
 
 def one(scheme: str, rate: float, seed: int = 0, **found: Any) -> dict[str, Any]:
-    base = {"n": 8, "minutes": 3.0, "step": 1.0, "replace": 60.0, "task": "t.py"}
-    numbers = {"kept": 0.5, "loss": 1.0, "failed": 4, "joined": 3, "seconds": 1.0}
-    curve = [[0.0, 0, 2.0, 8], [180.0, 100, 1.0, 7]]
     return {
-        **base,
-        **numbers,
-        "curve": curve,
-        "scheme": scheme,
-        "rate": rate,
-        "seed": seed,
-        **found,
-    }
+        "n": 8, "minutes": 3.0, "step": 1.0, "replace": 60.0, "task": "t.py", "kept": 0.5, "loss": 1.0,
+        "failed": 4, "joined": 3, "seconds": 1.0, "curve": [[0.0, 0, 2.0, 8], [180.0, 100, 1.0, 7]],
+        "scheme": scheme, "rate": rate, "seed": seed, **found,
+    }  # fmt: skip
 
 
 def test_samples_are_shares_of_all_and_of_those_there() -> None:

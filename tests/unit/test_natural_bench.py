@@ -76,13 +76,8 @@ def test_the_gain_is_a_ratio_of_means_where_neither_diverged():
     assert natural.gain([], [0.1]) == natural.gain([math.inf], [0.1]) == ""
 
 
-def test_the_net_of_the_cost_has_the_layers_that_were_asked_for():
-    widths = [tuple(p.shape) for p in natural.dnn(2, 16).parameters() if p.ndim == 2]
-    assert widths == [(16, 440), (16, 16), (1024, 16)]
-
-
-@pytest.mark.parametrize("name", ["samples", "rounds", "layers", "hidden", "threads"])
-def test_options_out_of_range(name, capsys):
-    with pytest.raises(SystemExit):
-        natural.arguments(["overhead", f"--{name}", "0"])
-    assert f"--{name} is 0, allowed is >= " in capsys.readouterr().err
+def test_options_out_of_range(capsys):
+    for name in ("samples", "rounds", "layers", "hidden", "threads"):
+        with pytest.raises(SystemExit):
+            natural.arguments(["overhead", f"--{name}", "0"])
+        assert f"--{name} is 0" in capsys.readouterr().err

