@@ -1,15 +1,17 @@
 """The worlds: who is where, what is refused, and that leaving ends."""
 
+import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.launch.world import Placement, form_super_learners
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
-from tests.launcher import Result, horovod_inside, run_learners
+from tests.launcher import horovod_inside, run_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -53,10 +55,9 @@ def expected_places(n: int, k: int) -> list[dict[str, object]]:
     return places
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (4, 2), (5, 5)])
-def test_places(n: int, k: int) -> None:
-    result = run_learners(n, PLACES, env={SIZE: str(k)}).checked()
-    assert result.by_rank() == expected_places(n, k)
+def test_places() -> None:
+    result = run_learners(4, PLACES, env={SIZE: "2"}).checked()
+    assert result.by_rank() == expected_places(4, 2)
 
 
 def test_places_under_horovodrun() -> None:
@@ -77,55 +78,53 @@ def test_synchronous_is_one_super_learner_whatever_the_size() -> None:
     assert result.by_rank() == expected_places(3, 3)
 
 
-def refused(result: Result, kind: str, n: int, *words: str) -> None:
-    """Every learner got this error, with these words, and the job ended."""
-    said = result.checked().by_rank()
-    assert [facts.get("error") for facts in said] == [kind] * n, result.report()
-    for facts in said:
-        for word in words:
-            assert word in facts["text"], facts["text"]
-
-
 REFUSED = """
     from hvd_adpsgd.launch import bootstrap
+    from tests.mpi.programs.learner import outcome
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
-    if "DIFFERENT" in os.environ:
-        os.environ["ADPSGD_CHUNK_KIB"] = str(64 * 2**rank)
-    try:
-        bootstrap.init()
-    except Exception as error:
-        say(rank=rank, error=type(error).__name__, text=str(error))
+    for case in json.loads(sys.argv[1]):
+        own = {name: value if type(value) is str else value[rank] for name, value in case.items()}
+        os.environ.update(own)
+        say(rank=rank, case=json.dumps(case), **outcome(bootstrap.init))
+        for name in own:
+            del os.environ[name]
 """
-
-
-def test_size_that_does_not_divide_is_refused_on_all() -> None:
-    result = run_learners(3, REFUSED, env={SIZE: "2"})
-    refused(result, "TopologyError", 3, "host", "SIZE=2", "3 learners", "divisor of 3")
-
-
-def test_bad_knob_is_refused_on_all() -> None:
-    result = run_learners(2, REFUSED, env={"HVD_ADPSGD_DEADLINE_S": "soon"})
-    refused(result, "ConfigError", 2, "HVD_ADPSGD_DEADLINE_S", "'soon'", "learner 0")
-
-
-def test_different_knobs_are_refused_on_all() -> None:
-    result = run_learners(2, REFUSED, env={"DIFFERENT": "1"})
-    refused(result, "ConfigError", 2, "ADPSGD_CHUNK_KIB", "64", "128", "learner 1")
+HOSTS = {  # variables, or what each learner has: the error, and words of it
+    "TopologyError": [({SIZE: "2"}, "host | SIZE=2 | 3 learners | divisor of 3")],
+    "ConfigError": [
+        ({"HVD_ADPSGD_DEADLINE_S": "soon"}, "HVD_ADPSGD_DEADLINE_S | 'soon' | learner 0"),
+        ({"ADPSGD_CHUNK_KIB": ["64", "128", "256"]}, "ADPSGD_CHUNK_KIB | 64 | 128 | learner 1"),
+    ],
+}
+ALONE = {
+    "LaunchError": [
+        ({"HOROVOD_CONTROLLER": "gloo"}, "HOROVOD_CONTROLLER=gloo | horovodrun --mpi"),
+        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, "--gloo | HOROVOD_RANK is ''"),
+        ({"PMI_SIZE": "4"}, "PMI_SIZE=4 | world of one | mpirun"),
+        ({"PMI_SIZE": "4", "SLURM_PROCID": "0"}, "PMI_SIZE=4 | world of one | srun --mpi=none"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 | RANK | torchrun | horovodrun -np N | mpirun"),
+    ]
+}
+THREADS = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}  # read when mpi4py is imported
+NO_THREADS = {"LaunchError": [(THREADS, "SERIALIZED | MPI_THREAD_MULTIPLE | Unset")]}
 
 
 @pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"HOROVOD_CONTROLLER": "gloo"}, ("HOROVOD_CONTROLLER=gloo", "horovodrun --mpi")),
-        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}, ("--gloo", "HOROVOD_RANK is ''")),
-        ({"MPI4PY_RC_THREAD_LEVEL": "serialized"}, ("SERIALIZED", "MPI_THREAD_MULTIPLE", "Unset")),
-        ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "world of one", "mpirun")),
-        ({"PMI_SIZE": "4", "SLURM_PROCID": "0"}, ("PMI_SIZE=4", "world of one", "srun --mpi=none")),
-        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK", "torchrun", "horovodrun -np N", "mpirun")),
-    ],
+    ("n", "refused", "env"),
+    [(3, HOSTS, {}), (1, ALONE, {}), (1, NO_THREADS, THREADS)],
+    ids=["hosts", "alone", "threads"],
 )
-def test_bad_launch_is_refused(env: dict[str, str], words: tuple[str, ...]) -> None:
-    refused(run_learners(1, REFUSED, env=env, launcher=None), "LaunchError", 1, *words)
+def test_bad_launches_and_options_are_refused_on_all(
+    n: int, refused: dict[str, list[Any]], env: dict[str, str]
+) -> None:
+    cases = [(json.dumps(case), kind, told) for kind in refused for case, told in refused[kind]]
+    args = [f"[{', '.join(case for case, *_ in cases)}]"]
+    launcher = "mpirun" if n > 1 else None
+    said = run_learners(n, REFUSED, args=args, env=env, launcher=launcher).checked().by_case()
+    for case, kind, words in cases:
+        assert [facts.get("error") for facts in said[case]] == [kind] * n, case
+        for facts in said[case]:
+            assert all(word in facts["text"] for word in words.split(" | ")), facts
 
 
 UNEQUAL = (
@@ -141,23 +140,11 @@ UNEQUAL = (
 def test_unequal_super_learners() -> None:
     said = run_learners(5, UNEQUAL).checked().by_rank()
     assert [f["super_rank"] for f in said] == [0, 1, 0, 1, 0]
-    assert [(f["inner_rank"], f["inner_size"]) for f in said] == [
-        (0, 3),
-        (0, 2),
-        (1, 3),
-        (1, 2),
-        (2, 3),
-    ]
-    assert [(f["local_rank"], f["local_size"]) for f in said] == [
-        (f["inner_rank"], f["inner_size"]) for f in said
-    ]
-    assert [(f["cross_rank"], f["cross_size"]) for f in said] == [
-        (0, 2),
-        (1, 2),
-        (0, 2),
-        (1, 2),
-        (0, 1),
-    ]
+    for where in ("inner", "local"):
+        assert [f[f"{where}_rank"] for f in said] == [0, 0, 1, 1, 2]
+        assert [f[f"{where}_size"] for f in said] == [3, 2, 3, 2, 3]
+    assert [f["cross_rank"] for f in said] == [0, 1, 0, 1, 0]
+    assert [f["cross_size"] for f in said] == [2, 2, 2, 2, 1]
     assert [f["leaders"] for f in said] == [[0, 1]] * 5
     assert [f["outer"] for f in said] == [2, 2, 2, 2, None], "of those who have counterparts"
     assert [f["inner"] for f in said] == [21.0, 10.0, 21.0, 10.0, 21.0]
@@ -435,8 +422,9 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         sums = [hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() for _ in range(3)]
         lost = outcome(lambda: hvd.broadcast_object("x", root_rank=1)).get("error")
+        one = outcome(lambda: wrap(torch.nn.Linear(2, 2), averaging="synchronous"))
         hvd.shutdown()
-        say(rank=rank, first=first, sums=sums, lost=lost)
+        say(rank=rank, first=first, sums=sums, lost=lost, one=list(one.values()))
     """
     env = {SIZE: "1", "HVD_ADPSGD_LEAVE_DEADLINE_S": "600"}  # nobody waits for that
     result = run_learners(4, program, env=env)
@@ -446,6 +434,8 @@ def test_lost_learner_is_left_out_of_operations_over_all() -> None:
         assert facts["first"] == 6.0
         assert facts["sums"] == [5.0] * 3
         assert facts["lost"] == "PeerFailedError"
+        kind, text = facts["one"]
+        assert kind == "WorldError" and "learners [1] of 4 have failed" in text, "no super learner"
     assert "learners [1] are gone" in result.stderr
 
 
@@ -487,24 +477,3 @@ def test_the_caller_chooses_what_is_done_without_the_lost() -> None:
             assert "learners [0] of 4 are gone" in text
         assert facts["outcomes"][1] == 6.0
         assert facts["object"] == "of 1", "the first that lives"
-
-
-def test_learners_that_lost_one_do_not_become_one_super_learner() -> None:
-    """A typed error on all that live, at once."""
-    program = """
-        import signal, torch
-        import hvd_adpsgd.torch as hvd
-        from tests.mpi.programs.learner import outcome, wrap
-        hvd.init()
-        hvd.barrier()
-        if hvd.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        model = torch.nn.Linear(2, 2)
-        say(rank=hvd.rank(), **outcome(lambda: wrap(model, averaging="synchronous")))
-    """
-    result = run_learners(3, program, env={SIZE: "1"})
-    said = result.by_rank()
-    assert [facts["rank"] for facts in said] == [0, 2], result.report()
-    for facts in said:
-        assert facts["error"] == "WorldError", result.report()
-        assert "learners [1] of 3 have failed" in facts["text"]
