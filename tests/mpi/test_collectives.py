@@ -41,8 +41,12 @@ def assert_same_call(name: str, theirs: inspect.Signature, ours: inspect.Signatu
     assert all(p.kind == inspect.Parameter.KEYWORD_ONLY for p in extra), name
 
 
-def test_tensors_against_numpy() -> None:
-    """Every dtype, sizes 0, 1, 7 and 10**5 + 1, and shapes that are no plain vector."""
+def test_tensors_against_numpy_groups_and_asynchronous_operations() -> None:
+    """Every dtype, sizes 0, 1, 7 and 10**5 + 1, and shapes that are no plain vector.
+
+    In groups the same values as one by one; asynchronous ones run in the order in which all are asked for.
+    One that not all ask for ends with the script.
+    """
     program = """
         import numpy as np, torch
         import hvd_adpsgd.torch as hvd
@@ -50,8 +54,10 @@ def test_tensors_against_numpy() -> None:
         rank, size = hvd.rank(), hvd.size()
         wrong = []
         def check(what, got, want):
-            if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(got, want):
-                wrong.append(f"{what}: {got.flatten()[:3]} {want.flatten()[:3]} {got.shape}")
+            got, want = (x if isinstance(x, (list, tuple)) else [x] for x in (got, want))
+            if len(got) != len(want) or not all(g.dtype == w.dtype and torch.equal(g, w)
+                                                for g, w in zip(got, want)):
+                wrong.append(f"{what}: {[g.flatten()[:3] for g in got]} {[w.flatten()[:3] for w in want]}")
 
         REDUCED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8,
                    torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -124,25 +130,6 @@ def test_tensors_against_numpy() -> None:
         w = torch.ones(3, requires_grad=True)
         (hvd.broadcast(w, 1) * (rank + 1)).sum().backward()
         check("grad broadcast", w.grad, torch.full((3,), 2.5 if rank == 1 else 0.0))
-        say(rank=rank, wrong=wrong, same=same)
-    """
-    said = run_learners(4, program, env=TWO).checked().by_rank()
-    assert [facts["wrong"] for facts in said] == [[]] * 4
-    assert all(facts["same"] for facts in said)
-
-
-def test_groups_and_asynchronous_operations() -> None:
-    """The same values as one by one; they run in the order in which all are asked for."""
-    program = """
-        import threading, torch
-        import hvd_adpsgd.torch as hvd
-        hvd.init()
-        rank, wrong = hvd.rank(), []
-        def check(what, got, want):
-            got, want = (x if isinstance(x, (list, tuple)) else [x] for x in (got, want))
-            if len(got) != len(want) or not all(g.dtype == w.dtype and torch.equal(g, w)
-                                                for g, w in zip(got, want)):
-                wrong.append(f"{what}: {got} {want}")
         torch.manual_seed(rank)
         shapes = [((3,), torch.float32), ((), torch.float64), ((2, 300), torch.bfloat16),
                   ((0,), torch.int64), ((70_001,), torch.float32), ((5,), torch.int64)]
@@ -156,7 +143,7 @@ def test_groups_and_asynchronous_operations() -> None:
         small = hvd.grouped_allreduce(group[:2], op=hvd.Min)
         check("grouped small", small, [hvd.allreduce(t, op=hvd.Min) for t in group[:2]])
         inplace = copies()
-        same = hvd.grouped_allreduce_(inplace, op=hvd.Sum) is inplace
+        same &= hvd.grouped_allreduce_(inplace, op=hvd.Sum) is inplace
         check("grouped in place", inplace, each)
         rows = [t for t in group if t.dim()]
         gathered = [hvd.allgather(t) for t in rows]
@@ -194,24 +181,16 @@ def test_groups_and_asynchronous_operations() -> None:
         check("inner", hvd.synchronize(inner), torch.tensor([2.0]))
         lost = hvd.allreduce_async(x)  # never waited for
         say(rank=rank, wrong=wrong, same=same, done=done)
-    """
-    said = run_learners(4, program, env=TWO).checked().by_rank()
-    assert [facts["wrong"] for facts in said] == [[]] * 4
-    assert all(facts["same"] and facts["done"] == [True] * 13 for facts in said), said
-
-
-def test_an_operation_that_not_all_asked_for_ends_with_the_script() -> None:
-    program = """
-        import torch
-        import hvd_adpsgd.torch as hvd
-        hvd.init()
-        if hvd.rank() < 3:
+        if rank < 3:
             handle = hvd.allreduce_async(torch.ones(3))
         hvd.shutdown()
-        say(rank=hvd_rank)
-    """.replace("hvd.rank() < 3", "(hvd_rank := hvd.rank()) < 3")
+        say(rank=rank, ends=True)
+    """
     result = run_learners(4, program, env=TWO | {"HVD_ADPSGD_LEAVE_DEADLINE_S": "2"})
-    assert len(result.by_rank()) == 4, result.report()
+    said = result.by_rank()
+    assert [facts["wrong"] for facts in said] == [[]] * 4
+    assert all(facts["same"] and facts["done"] == [True] * 13 for facts in said), said
+    assert [facts.get("ends") for facts in said] == [True] * 4, result.report()
     assert result.returncode == 75, result.report()
     assert "not all learners have called it" in result.stderr
 
