@@ -59,7 +59,7 @@ class Sharding:
         parts: number of super learners at the job's start; None on a learner that has joined since.
         wake: called when there are messages to send.
         size: returns the number of positions of an epoch.
-        each: number of positions of a learner per step.
+        each: number of positions of a learner per step; 0: one, the same for all of the super learner.
         drops_last: whether a shorter last step is left out.
         made: returns how many batches the optimizer has made; None without one: what is yielded is consumed.
     """
@@ -77,12 +77,15 @@ class Sharding:
     ) -> None:
         super_rank = next(i for i, group in enumerate(groups) if rank in group)
         self._mates = groups[super_rank]
-        self._learner = list(self._mates).index(rank)
-        self._is_leader = self._learner == 0
+        self._is_leader = rank == self._mates[0]
+        # that a step is divided among, and which of them this one is
+        self._learners, self._learner = (
+            (len(self._mates), list(self._mates).index(rank)) if each else (1, 0)
+        )
         self._view = View(groups, frozenset())  # until the first `talk`
-        self._each, self._drops_last, self._made, self._wake = each, drops_last, made, wake
+        self._each, self._drops_last, self._made, self._wake = max(1, each), drops_last, made, wake
         self.parts = Parts(super_rank, parts, size)
-        self.parts.step = self.parts.lead = each * len(self._mates)
+        self.parts.step = self.parts.lead = self._each * self._learners
         self.error: Exception | None = None  # raised by `next` while it waits
         self._changed = threading.Condition()
         self._steps: dict[int, Steps] = {}
@@ -181,7 +184,7 @@ class Sharding:
 
     def _of(self, epoch: int) -> Steps:
         if epoch not in self._steps:
-            self._steps[epoch] = Steps(len(self._mates), self._each, self._drops_last)
+            self._steps[epoch] = Steps(self._learners, self._each, self._drops_last)
         return self._steps[epoch]
 
     def _look(self, view: View) -> None:

@@ -10,7 +10,7 @@ from hvd_adpsgd.torch.requirements import require_torch_and_horovod
 # Before the imports below, which would fail with errors that do not say what to install.
 require_torch_and_horovod()
 
-# ruff: noqa: E402
+# ruff: noqa: E402, F403, F405
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.inner.horovod import compression, mpi_lib_v2, sync_batch_norm
 from hvd_adpsgd.joining.admission import admit, listener
@@ -32,7 +32,7 @@ from hvd_adpsgd.strategies import (
     Synchronous,
     SynchronousGossip,
 )
-from hvd_adpsgd.torch import elastic, functions, mpi_ops
+from hvd_adpsgd.torch import elastic, functions, horovod_ops, mpi_ops
 from hvd_adpsgd.torch.asynchronous import (
     allgather_async,
     allreduce_async,
@@ -78,41 +78,13 @@ from hvd_adpsgd.torch.collectives import (
     grouped_allreduce_,
     join,
 )
-from hvd_adpsgd.torch.dynamic_sampler import DynamicBatchSampler, DynamicSampler, progress
-from hvd_adpsgd.torch.horovod_ops import (
-    Adasum,
-    Average,
-    Compression,
-    HorovodInternalError,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    SyncBatchNorm,
-    add_process_set,
-    alltoall,
-    alltoall_async,
-    ccl_built,
-    check_extension,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    reducescatter,
-    reducescatter_async,
-    remove_process_set,
-    rocm_built,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
+from hvd_adpsgd.torch.dynamic_sampler import (
+    DynamicBatchSampler,
+    DynamicSampler,
+    dynamic_shards,
+    progress,
 )
+from hvd_adpsgd.torch.horovod_ops import *
 from hvd_adpsgd.torch.installing import install
 from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
@@ -123,23 +95,20 @@ from hvd_adpsgd.watching.scalars import log
 from hvd_adpsgd.watching.writers import log_to
 
 __all__ = [
-    "A2CiD2", "Adasum", "Average", "CollectiveMismatchError", "Compression", "DelayByOne",
-    "DelayedGradients", "DistributedOptimizer", "DynamicBatchSampler", "DynamicSampler", "FixedRing",
-    "GASLoC", "GossipPGA", "HorovodInternalError", "Max", "Min", "NaturalGradientSGD", "Newbob", "NoLoCo",
-    "PeriodicAveraging", "ProcessSet", "Product", "RandomPairs", "RandomRing", "Sum", "SyncBatchNorm",
-    "Synchronous", "SynchronousGossip", "WarmupAnneal", "add_process_set", "admit", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "alltoall_async", "average_model", "averaged", "averaging_paused",
-    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "check_extension", "compression",
-    "consensus_distance", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic",
-    "failed_ranks", "functions", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "install",
-    "is_coordinator", "is_initialized", "is_leader", "join", "listener", "local_rank", "local_size",
-    "log", "log_to", "metrics", "mpi_built", "mpi_enabled", "mpi_lib_v2", "mpi_ops",
-    "mpi_threads_supported", "natural", "nccl_built", "on_failure", "on_membership_change", "optimizer",
-    "poll", "progress", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "super_learner",
-    "super_learner_group", "super_rank", "super_size", "sync_batch_norm", "synchronize",
+    "A2CiD2", "CollectiveMismatchError", "DelayByOne", "DelayedGradients", "DistributedOptimizer",
+    "DynamicBatchSampler", "DynamicSampler", "FixedRing", "GASLoC", "GossipPGA", "NaturalGradientSGD",
+    "Newbob", "NoLoCo", "PeriodicAveraging", "RandomPairs", "RandomRing", "Synchronous",
+    "SynchronousGossip", "WarmupAnneal", "admit", "allgather", "allgather_async", "allgather_object",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "average_model", "averaged",
+    "averaging_paused", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "compression",
+    "consensus_distance", "cross_rank", "cross_size", "dynamic_shards", "elastic", "failed_ranks",
+    "functions", "global_process_set", "grouped_allgather", "grouped_allgather_async",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "init", "install", "is_coordinator", "is_initialized", "is_leader", "join", "listener",
+    "local_rank", "local_size", "log", "log_to", "metrics", "mpi_lib_v2", "mpi_ops", "natural",
+    "on_failure", "on_membership_change", "optimizer", "poll", "progress", "rank", "shutdown", "size",
+    "super_learner", "super_learner_group", "super_rank", "super_size", "sync_batch_norm",
+    "synchronize",
 ]  # fmt: skip
+__all__ += horovod_ops.__all__

@@ -1,4 +1,4 @@
-"""hvd.DynamicSampler and hvd.DynamicBatchSampler: an epoch is divided while it runs, by the learners' speeds.
+"""Samplers, and shards: an epoch is divided while it runs, by the learners' speeds.
 
 The laws: hvd_adpsgd/data/parts (between super learners), hvd_adpsgd/data/steps (inside one).
 """
@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,9 @@ class Progress(NamedTuple):
 
 
 class _Dynamic:
-    """What both samplers share; the arguments: see DynamicSampler."""
+    """What the samplers share; the arguments: see DynamicSampler."""
+
+    _each: int | None = None  # see Sharding; None: batch_size
 
     def __init__(
         self,
@@ -129,7 +131,8 @@ class _Dynamic:
 
     def _sharding_of_world(self) -> Sharding:
         """Return the Sharding; the first time, and in another World, make it."""
-        of_sampler = self._size, self.batch_size, self.drop_last, _made
+        each, made = (self.batch_size, _made) if self._each is None else (self._each, lambda: None)
+        of_sampler = self._size, each, self.drop_last, made
         if worlds.is_initialized():
             channel = channel_of(worlds.current())
             if self._sharding is None or self._channel is not channel:
@@ -211,7 +214,46 @@ class DynamicBatchSampler(_Dynamic, Sampler[list[int]]):
         return self._estimate()
 
 
-_samplers: list[weakref.ref[_Dynamic]] = []  # all that this process has made
+class _DynamicShards(_Dynamic):
+    """What dynamic_shards returns."""
+
+    _each = 0
+
+    def __init__(self, urls: Sequence[str], **order: Any) -> None:
+        super().__init__(urls, **order)
+        self._urls = urls
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the URLs of this super learner in the next epoch."""
+        return (self._urls[index] for (index,) in self._steps())
+
+    def __len__(self) -> int:
+        """Estimate their number: those of an epoch, divided equally."""
+        return math.ceil(
+            self._length / (worlds.current().super_size if worlds.is_initialized() else 1)
+        )
+
+
+def dynamic_shards(urls: Sequence[str], shuffle: bool = True, seed: int = 0) -> _DynamicShards:
+    """Return an iterable that gives faster super learners more of the URLs (files) in each epoch.
+
+        shards = hvd.dynamic_shards(urls)
+        for epoch in range(3):
+            for url in shards:
+                train(islice(wds.WebDataset(url), hvd.local_rank(), None, hvd.local_size()))
+
+    For data that is read in shards: WebDataset, Lhotse, files of text. As DynamicSampler, with `set_epoch`,
+    `state_dict` and `load_state_dict`; all end an epoch within about the time of a shard. The learners of a
+    super learner get the same URLs: each trains with a part of the samples, all with equally many. A URL
+    counts as consumed when the next one is asked for.
+
+    Raises:
+        ConfigError, StrategyMismatchError, WorldError, LearnerFailedError: as DynamicSampler.
+    """
+    return _DynamicShards(urls, shuffle=shuffle, seed=seed)
+
+
+_samplers: list[weakref.ref[_Dynamic]] = []  # of this process
 
 
 def progress(sampler: DynamicSampler | DynamicBatchSampler | None = None) -> Progress:
@@ -229,19 +271,18 @@ def progress(sampler: DynamicSampler | DynamicBatchSampler | None = None) -> Pro
     continues.
 
     Args:
-        sampler: of which; needed if the process has made several.
+        sampler: of which; needed if the process has several.
 
     Raises:
-        ConfigError: without `sampler`, unless the process has made exactly one.
+        ConfigError: without `sampler`, unless the process has exactly one.
     """
-    one = _samplers[0]() if len(_samplers) == 1 else None
-    of = one if sampler is None else sampler
-    if of is None:
+    every = [each for made in _samplers if (each := made()) is not None]
+    if sampler is None and len(every) != 1:
         raise ConfigError(
-            f"hvd.progress(): this process has made {len(_samplers)} samplers. Name the one of the "
+            f"hvd.progress(): this process has {len(every)} samplers. Name the one of the "
             "training data: hvd.progress(sampler)."
         )
-    return of._progress()
+    return (every[0] if sampler is None else sampler)._progress()
 
 
 def _made() -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from hvd_adpsgd.errors import InnerOnlyError
 from hvd_adpsgd.inner import horovod
-from hvd_adpsgd.inner.horovod import (  # noqa: F401
+from hvd_adpsgd.inner.horovod import (
     Adasum,
     Average,
     Compression,
@@ -38,6 +38,15 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.gloo import places_told
 from hvd_adpsgd.torch import basics
 from hvd_adpsgd.training.inside import told
+
+__all__ = [
+    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product",
+    "Sum", "SyncBatchNorm", "add_process_set", "alltoall", "alltoall_async", "ccl_built",
+    "check_extension", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "grouped_reducescatter",
+    "grouped_reducescatter_async", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
+    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 

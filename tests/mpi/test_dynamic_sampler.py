@@ -3,6 +3,7 @@
 import json
 import signal
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ def run(
     epochs: int = 3,
     victims: tuple[int, ...] = (),
     by: int = signal.SIGKILL,
+    variables: Mapping[str, str] = {},
     **how: str,
 ) -> Result:
     args = [str(folder), str(epochs), json.dumps(pauses), json.dumps(victims)]
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner), "SIGNAL": str(int(by))}
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner), "SIGNAL": str(int(by)), **variables}
     return run_learners(len(pauses), PROGRAM, args=args, env=env, **how)
 
 
@@ -50,7 +52,7 @@ def test_a_slow_learner_gets_less(tmp_path: Path, how: str) -> None:
     facts = result.checked().by_rank()
     assert counts(tmp_path, [0, 1, 2, 3]) == dict.fromkeys(range(SIZE), 3)
     ideal = sum(one["steps"] for one in facts) / sum(1 / one["step_s"] for one in facts)
-    assert max(one["ends"][-1] for one in facts) < 1.5 * ideal, facts
+    assert max(one["ends"][-1] for one in facts) < 2 * ideal, facts
     assert all(one["length"] == 26 for one in facts)
     assert facts[0]["steps"] < 0.6 * facts[1]["steps"]
     for rank in range(4):  # no schedule lags on the slow one, which makes a tenth of the samples
@@ -70,6 +72,15 @@ def test_the_learners_of_a_super_learner_make_equally_many_steps(tmp_path: Path)
     counted = counts(tmp_path, [0, 1, 2, 3])
     assert set(counted) == set(range(SIZE)) and min(counted.values()) >= 3
     assert sum(counted.values()) <= 3 * (SIZE + 2)  # short last steps are filled up
+
+
+def test_the_learners_of_a_super_learner_get_the_same_shards(tmp_path: Path) -> None:
+    pauses = [0.02, 0.02, 0.005, 0.005]
+    run(tmp_path, pauses, inner=2, epochs=2, variables={"SHARDS": "1"}).checked()
+    for first, second in ((0, 1), (2, 3)):
+        assert trained(tmp_path, first) == trained(tmp_path, second)
+    assert counts(tmp_path, [0, 2]) == dict.fromkeys(range(SIZE), 2)
+    assert len(trained(tmp_path, 0)) < 0.6 * len(trained(tmp_path, 2))
 
 
 @pytest.mark.parametrize(

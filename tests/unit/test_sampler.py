@@ -58,7 +58,7 @@ def test_a_schedule_follows_the_samples_and_continues_after_a_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dynamic_sampler, "_samplers", [])
-    with pytest.raises(ConfigError, match="made 0 samplers"):
+    with pytest.raises(ConfigError, match="has 0 samplers"):
         hvd.progress()
     sampler = hvd.DynamicBatchSampler(20, batch_size=5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -81,8 +81,20 @@ def test_a_schedule_follows_the_samples_and_continues_after_a_resume(
     assert hvd.progress(other) == (50, 2.5)
     next(iter(other))
     assert hvd.progress(other) == hvd.progress(sampler) == (50, 2.5)
-    with pytest.raises(ConfigError, match="made 2 samplers"):
+    with pytest.raises(ConfigError, match="has 2 samplers"):
         hvd.progress()
+
+
+def test_a_shard_is_consumed_when_the_next_one_is_asked_for() -> None:
+    urls = [f"file:{i}" for i in range(7)]
+    shards = hvd.dynamic_shards(urls, seed=1)
+    assert sorted(shards) == urls and len(shards) == 7
+    second = iter(shards)
+    seen = [next(second) for _ in range(3)]
+    other = hvd.dynamic_shards(urls, seed=1)
+    other.load_state_dict(shards.state_dict())
+    assert sorted([*seen[:2], *other]) == urls
+    assert sorted(other) == urls and list(hvd.dynamic_shards(urls, shuffle=False)) == urls
 
 
 def test_wrong_use_is_refused() -> None:

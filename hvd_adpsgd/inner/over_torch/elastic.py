@@ -1,29 +1,27 @@
 """horovod.torch.elastic, which only Horovod has: its names raise."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from hvd_adpsgd.inner.over_torch.refused import refuse
+from hvd_adpsgd.inner.over_torch.refused import refuse as _refuse
+
+
+def _raises(self: Any, *args: Any, **kwargs: Any) -> None:
+    _refuse(f"elastic.{type(self).__name__}")
 
 
 class TorchState:
     """Raises: see module."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        refuse("elastic.TorchState")
+    __init__ = _raises
 
 
 class ElasticSampler:
     """Raises: see module."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        refuse("elastic.ElasticSampler")
+    __init__ = _raises
 
 
-def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
+def run_fn(*args: Any) -> Any:
     """Return a function that raises: see module."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        refuse("elastic.run")
-
-    return run
+    return partial(_refuse, "elastic.run")

@@ -1,11 +1,12 @@
 """What only Horovod has: these names raise, and say how to have Horovod inside."""
 
+from functools import partial
 from typing import Any, NoReturn
 
 from hvd_adpsgd.errors import MissingRequirementError
 
 
-def refuse(name: str) -> NoReturn:
+def refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     """Raise MissingRequirementError for something that this backend does not have."""
     raise MissingRequirementError(
         f"{name} works with Horovod inside super learners, and this job averages gradients by "
@@ -13,21 +14,11 @@ def refuse(name: str) -> NoReturn:
     )
 
 
-def add_process_set(process_set: Any) -> Any:
-    """Raise: super learners are the only sets."""
-    refuse("add_process_set()")
-
-
-def remove_process_set(process_set: Any) -> bool:
-    """Raise: super learners are the only sets."""
-    refuse("remove_process_set()")
-
-
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Raise: HVD_ADPSGD_TIMELINE writes the timeline of this library."""
-    refuse("start_timeline()")
-
-
-def stop_timeline() -> None:
-    """Raise: see start_timeline."""
-    refuse("stop_timeline()")
+add_process_set, remove_process_set = (
+    partial(refuse, "add_process_set()"),
+    partial(refuse, "remove_process_set()"),
+)
+start_timeline, stop_timeline = (
+    partial(refuse, "start_timeline()"),
+    partial(refuse, "stop_timeline()"),
+)

@@ -1,4 +1,5 @@
 """Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, victims.
+With SHARDS set, each index is the URL of a shard, for one step.
 
 A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
 hvd.progress(). A victim sends itself SIGNAL in its second epoch, once all others are known to be in theirs; a
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from learner import say
@@ -30,7 +32,9 @@ def main() -> None:
     torch.manual_seed(0)
     dataset = TensorDataset(torch.arange(SIZE))
     sampler = hvd.DynamicSampler(dataset, batch_size=BATCH, seed=3)
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    loader: Any = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    if "SHARDS" in os.environ:
+        sampler = loader = hvd.dynamic_shards([str(i) for i in range(SIZE)], seed=3)
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-9), named_parameters=model.named_parameters()
@@ -42,7 +46,8 @@ def main() -> None:
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
             (folder / f"{hvd.rank()}.{epoch}").touch()
-            for step, (batch,) in enumerate(loader):
+            for step, given in enumerate(loader):
+                batch = torch.tensor([int(given)]) if isinstance(given, str) else given[0]
                 at = time.monotonic()
                 if epoch == 1 and step == 3 and hvd.rank() in victims:
                     while not all((folder / f"{rank}.1").exists() for rank in range(hvd.size())):
