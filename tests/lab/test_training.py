@@ -316,6 +316,17 @@ def test_a_mean_during_the_step_takes_no_time_of_its_own(strategy: str) -> None:
     assert outcome.points[-1].time_s == pytest.approx(2.0, rel=0.03)
 
 
+def test_with_equal_data_all_wait_for_the_slowest() -> None:
+    slow = cluster(4, slow=1, slow_factor=5.0, spread=0.0)
+    dynamic, equal = (train(task(), slow, steps=20, data=data) for data in ("dynamic", "equal"))
+    assert sum(dynamic.steps) == 80 and equal.steps == 4 * [20]
+    ratio = equal.points[-1].time_s / dynamic.points[-1].time_s
+    assert 0.95 * 5 * 3.2 / 4 < ratio < 1.05 * 5 * 3.2 / 4  # summed speeds: 3.2 of 4
+    for wrong in ({"data": "even", "steps": 2}, {"data": "equal"}, {"data": "equal", "steps": 1}):
+        with pytest.raises(ConfigError, match="--data"):
+            train(task(), slow, **wrong)  # type: ignore[arg-type]
+
+
 def test_a_slow_link_slows_synchronous_training_by_the_all_reduce() -> None:
     n = 4
     thin = cluster(n, bytes_per_s=1e3, latency_s=0.0, spread=0.0)

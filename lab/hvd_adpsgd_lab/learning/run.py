@@ -26,6 +26,7 @@ from hvd_adpsgd_lab.simulation.planner import Cluster, failure_times, job_of
 from hvd_adpsgd_lab.simulation.scenario import Fault
 
 log = logging.getLogger("hvd_adpsgd")
+_NEVER_ENDS = 1e12  # times the time of a step
 _STREAMS = 1_000_003  # between the seeds of the batches of super learners that join
 _MOST_ENGINES, _MOST_STREAMS = 1_000_000, 16_000_000  # a few hundred bytes of memory each
 
@@ -58,6 +59,8 @@ class Training:
         progress: called with the share of the budget that is used.
         replace_s: seconds from the failure of a super learner until a replacement asks to join; None: none
             does.
+        own_steps: steps after which a super learner waits for the others; None: its share of the data is what
+            it is fast enough for.
     """
 
     task: Task
@@ -67,6 +70,7 @@ class Training:
     budget: Budget
     progress: Callable[[float], None]
     replace_s: float | None = None
+    own_steps: int | None = None
 
 
 class EngineRun:
@@ -91,7 +95,7 @@ class EngineRun:
         if cluster.config.moments != "own":
             _check_moments(training, strategy, self._learners[0].optimizer)
         self._model, self._ranks = model, [*range(n)]
-        self._replace_s = training.replace_s
+        self._replace_s, self._own_steps = training.replace_s, training.own_steps
         self._lives = Chance(cluster.seed + 3)
         self._together: Together | None = None
         if together:
@@ -184,6 +188,8 @@ class EngineRun:
             found = self._together.take(process, step, self._job.is_running)
         self._curve.add_loss(self._learners[process].update(step, self._job.now_s, found))
         self._steps += 1
+        if self._own_steps is not None and self._learners[process].steps >= self._own_steps - 1:
+            self._job.strike(0.0, "slow", process, _NEVER_ENDS)  # the step after the next one
         if self._budget.steps is not None:
             self._progress(self._steps / self._budget.steps)
             self._job.halted = self._steps >= self._next_point

@@ -35,6 +35,7 @@ def train(
     threads: int = 1,
     vmap: bool = False,
     replace_s: float | None = None,
+    data: str = "dynamic",
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Train a task in virtual time; equal arguments give equal bits.
@@ -55,6 +56,8 @@ def train(
         replace_s: seconds from the failure of a super learner until a replacement asks to join. Replacements
             are admitted one after the other, and fail at the rate of the cluster, too. None: no replacements.
             Synchronous training needs none: there each failure costs a restart, with a replacement.
+        data: "dynamic": faster super learners make more steps, as with hvd.DynamicSampler; "equal": each
+            makes `steps`, and then waits for the others, as with DistributedSampler.
         progress: called often, with the share of the run that is over.
 
     Raises:
@@ -69,6 +72,15 @@ def train(
     in_bound("train: threads (--threads)", threads, (1, 1024))
     if steps is not None:
         in_bound("train: steps (--steps)", steps, (1, 10**9))
+    if data not in ("dynamic", "equal"):
+        raise ConfigError(
+            f"train: data={data!r} (--data): allowed are 'dynamic' and 'equal'. Change it."
+        )
+    if data == "equal" and (not steps or steps < 2 or faults or cluster.failures_per_hour):
+        raise ConfigError(
+            "train: data='equal' (--data) needs 2 steps or more (--steps), and no faults. Add --steps, and "
+            "leave --fail and --fault out; --slow is allowed."
+        )
     if replace_s is not None:
         in_bound("train: replace_s (--replace-after)", replace_s, (0.0, 1e9))
     if cluster.has_slow_links and (
@@ -92,7 +104,8 @@ def train(
         seed_torch(cluster.seed, 0, 0)
         model = task.new_model()
         shown = progress or (lambda share: None)
-        training = Training(task, model, cluster, found, budget, shown, replace_s)
+        own_steps = steps if data == "equal" else None
+        training = Training(task, model, cluster, found, budget, shown, replace_s, own_steps)
         if baseline is not None:
             return run_baseline(baseline, training)
         run = EngineRun(training, vmap)

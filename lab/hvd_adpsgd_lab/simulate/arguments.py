@@ -14,7 +14,7 @@ REPLAY = ("seed", "scenario")
 RUNS = (*REPLAY, "seeds")
 MODES = (*RUNS, "explore", "train", "super_learners")
 PLANS = ("super_learners", "train")
-TRAIN_DEFAULTS = {"points": 50, "threads": 1, "vmap": False}
+TRAIN_DEFAULTS = {"points": 50, "threads": 1, "data": "dynamic", "vmap": False}
 PLAN_DEFAULTS: dict[str, Any] = {
     "model": "100M",
     "step": "0.35s",
@@ -231,6 +231,11 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="T",
         help=f"threads of torch; another number may round otherwise (default {TRAIN_DEFAULTS['threads']})",
+    )
+    group.add_argument(
+        "--data",
+        choices=("dynamic", "equal"),
+        help="dynamic: faster super learners make more steps; equal: all make --steps, and wait",
     )
     group.add_argument(
         "--vmap",

@@ -50,6 +50,7 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             threads=args.threads,
             vmap=args.vmap,
             replace_s=replace_s,
+            data=args.data,
             progress=progress.of_training(spec),
         )
         print(described(outcome), flush=True)
@@ -77,7 +78,7 @@ def as_json(args: argparse.Namespace, cluster: Cluster, outcomes: list[Outcome])
     if args.steps is not None:
         fields["minutes"] = None
     runs = [outcome.to_dict() for outcome in outcomes]
-    told = {"task": args.train, "steps": args.steps, "faults": args.fault or []}
+    told = {"task": args.train, "steps": args.steps, "data": args.data, "faults": args.fault or []}
     if args.replace_after is not None:
         told["replace_after"] = args.replace_after
     return json.dumps({**told, "cluster": fields, "runs": runs}, indent=1)
