@@ -89,11 +89,7 @@ def kinds(situations: list[str]) -> list[Kind]:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[0], help="seeds of the trainings (default: 0)")

@@ -45,11 +45,7 @@ TOO_WIDE, SHRINK_RATE = 2.0, 0.9
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--strategy", default="random-pairs", metavar="NAME", help="as in train.py")

@@ -26,11 +26,7 @@ SCHEMES = ("ssgd", "random-pairs")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--language", choices=prepare.LANGUAGES, default=prepare.LANGUAGES[0])

@@ -34,11 +34,7 @@ from examples.real_speech.model import Recogniser, Shape, augmented, greedy, los
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--strategy", default="random-pairs", metavar="NAME", help="as in examples.acoustic_model")

@@ -160,7 +160,8 @@ class _Dynamic:
 
     def _estimate(self) -> int:
         """Return how many steps an epoch has on a learner if all are equally fast."""
-        learners = worlds.current().size if worlds.is_initialized() else 1
+        world = worlds.current() if worlds.is_initialized() else None
+        learners = 1 if world is None else world.super_size if self._each == 0 else world.size
         return math.ceil(self._length / learners / self.batch_size)
 
 
@@ -229,9 +230,7 @@ class _DynamicShards(_Dynamic):
 
     def __len__(self) -> int:
         """Estimate their number: those of an epoch, divided equally."""
-        return math.ceil(
-            self._length / (worlds.current().super_size if worlds.is_initialized() else 1)
-        )
+        return self._estimate()
 
 
 def dynamic_shards(urls: Sequence[str], shuffle: bool = True, seed: int = 0) -> _DynamicShards:

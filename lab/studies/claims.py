@@ -46,11 +46,7 @@ NAMES = ("n", "scheme", "batch", "rate", "warm_up", "slow", "seed")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("kind", choices=("batch", "straggler"))

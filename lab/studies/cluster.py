@@ -17,7 +17,6 @@ Written to --out: result.json, table.md, stragglers.png, network.png, surface.pn
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,17 +25,14 @@ from typing import Any
 from examples.acoustic_model.speech import launch
 from examples.acoustic_model.speech.keeper import perform_jobs
 from examples.acoustic_model.speech.problem import Problem, new_parser, run, within
+from lab.studies import sweep
 from lab.studies.disturbed import hosts, jobs, network, picture, stragglers, surface
 
 PARTS = ("stragglers", "network", "surface")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=["stragglers", "network"])
@@ -151,12 +147,7 @@ def main() -> None:
     settings = {"stragglers": stragglers.SETTINGS, "network": network.SETTINGS}
     result = {**found, "settings": settings, "versions": launch.versions()}
     result |= {"cores": os.cpu_count()}
-    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "table.md").write_text(text + "\n")
-    print(text)
-    print(f"{options.out}: result.json, table.md, and a figure of each part")
-    if failed:
-        raise Problem(f"{len(failed)} runs failed; start again to repeat them")
+    sweep.publish(options.out, result, text, "and a figure of each part", failed)
 
 
 if __name__ == "__main__":

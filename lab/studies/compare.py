@@ -15,7 +15,6 @@ Written to --out: result.json, table.md, heldout.png and all runs.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from examples.acoustic_model import prepare_data
@@ -53,11 +52,7 @@ OTHERS = "Others"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add(
@@ -230,14 +225,9 @@ def main() -> None:
     result |= {"seeds": options.seeds, "task": what, "epochs": options.epochs}
     result |= {"learners": LEARNERS, "super_learners": LEARNERS, "versions": launch.versions()}
     result |= {"failed": failed, "skipped": skipped}
-    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     text = "\n\n".join([table(result), *notes(result, failed, skipped)])
-    (options.out / "table.md").write_text(text + "\n")
     draw(finished, f"Held-out loss: {what}", options.out / "heldout.png")
-    print(text)
-    print(f"{options.out}: result.json, table.md, heldout.png")
-    if failed:
-        raise Problem(f"{len(failed)} of {len(runs)} runs failed; start again to repeat them")
+    sweep.publish(options.out, result, text, "heldout.png", failed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ Written to --out: result.json, table.md, large_batch.png and all runs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -65,11 +64,7 @@ Found = dict[str, dict[str, Losses]]  # losses by scheme (with the baseline) and
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--schemes", nargs="+", default=list(SCHEMES), metavar="SPEC", help="(default: all four)")
@@ -306,15 +301,10 @@ def main() -> None:
     result |= {"settings": SETTINGS, "momentum": options.momentum, "seeds": options.seeds}
     result |= {"synchronous_learners": SETTINGS["learners"] if options.launch_synchronous else 1}
     result |= {"failed": failed, "skipped": skipped, "versions": launch.versions()}
-    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "table.md").write_text(text + "\n")
     titled = {TITLES[warmup]: {s: found[s][warmup] for s in schemes} for warmup in options.warmups}
     title = f"Learning rate proportional to the batch: {what}"
     figure.draw_batches(titled, bound(baseline(found)), title, options.out / "large_batch.png")
-    print(text)
-    print(f"{options.out}: result.json, table.md, large_batch.png")
-    if failed:
-        raise Problem(f"{len(failed)} runs failed; start again to repeat them")
+    sweep.publish(options.out, result, text, "large_batch.png", failed)
 
 
 if __name__ == "__main__":

@@ -61,11 +61,7 @@ Losses = dict[float, dict[int, float]]  # by rate and seed
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--n", type=int, nargs="+", default=[8], help="numbers of super learners")

@@ -42,11 +42,7 @@ OUTPUTS = 256  # number of outputs, for a preset that takes it from the data
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--preset", choices=("dnn", "dnn-paper"), default="dnn-paper")

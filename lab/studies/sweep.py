@@ -1,4 +1,4 @@
-"""Trainings of the speech example as runs of a study that are kept."""
+"""Trainings of the speech example as runs of a study that are kept; what a study writes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ class Outcome(NamedTuple):
 
     run: Training
     record: dict | None
+
+
+def publish(out: Path, result: dict, text: str, figures: str, failures: list[str]) -> None:
+    """Write result.json and table.md to a folder, and print the text; raise Problem if runs have failed."""
+    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "table.md").write_text(text + "\n")
+    print(text)
+    print(f"{out}: result.json, table.md, {figures}")
+    if failures:
+        raise Problem(f"{len(failures)} runs failed; start again to repeat them")
 
 
 def known(specs: list[str]) -> tuple[list[str], dict[str, str]]:

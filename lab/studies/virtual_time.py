@@ -32,11 +32,7 @@ NETWORK = "10Gb/s,50us"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the script.
-
-    Raises:
-        Problem: if an option is out of range.
-    """
+    """Return the options; raise Problem if one is out of range."""
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--task", default="examples/virtual_time.py", metavar="FILE.py")

@@ -1,12 +1,12 @@
 """What only Horovod has: these names raise, and say how to have Horovod inside."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hvd_adpsgd.errors import MissingRequirementError
 
 
-def refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse(name: str) -> NoReturn:
     """Raise MissingRequirementError for something that this backend does not have."""
     raise MissingRequirementError(
         f"{name} works with Horovod inside super learners, and this job averages gradients by "
@@ -14,11 +14,13 @@ def refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-add_process_set, remove_process_set = (
-    partial(refuse, "add_process_set()"),
-    partial(refuse, "remove_process_set()"),
-)
-start_timeline, stop_timeline = (
-    partial(refuse, "start_timeline()"),
-    partial(refuse, "stop_timeline()"),
-)
+def _refusing(name: str) -> Callable[..., Any]:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        refuse(f"{name}()")
+
+    refusing.__name__ = name
+    return refusing
+
+
+add_process_set, remove_process_set = _refusing("add_process_set"), _refusing("remove_process_set")
+start_timeline, stop_timeline = _refusing("start_timeline"), _refusing("stop_timeline")
