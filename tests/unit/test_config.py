@@ -148,11 +148,6 @@ def test_replace_unknown_names_the_nearest():
         Config().replace(chunk_kb=128)
 
 
-def test_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().chunk_kib = 128  # type: ignore[misc]
-
-
 def test_table_has_a_row_per_option():
     """But for those of tests and studies."""
     rows = Config.table()

@@ -103,28 +103,12 @@ def test_the_rate_is_the_smallest_within_5_percent_of_the_best(losses, rate):
     assert script.chosen(losses) == rate
 
 
-def test_quick_runs_leave_the_results_of_long_ones_alone():
-    quick = script.arguments(["--quick"])
-    assert quick.out != script.arguments([]).out
-    assert len(script.sweep(quick.learners, quick.periods, quick.seeds)) < 20
-
-
 @pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--learners", "0"], "^--learners is 0"),
-        (["--periods", "0"], "^--periods is 0"),
-        (["--seeds", "-1"], "^--seeds is -1"),
-        (["--explore", "--recall"], "^--explore trains, --recall does not"),
-        (
-            ["--learners", "2", "3"],
-            "^--learners \\[2, 3\\]: 1720 minibatches are not shared evenly",
-        ),
-    ],
+    "words", ["--learners 0", "--periods 0", "--seeds -1", "--explore --recall", "--learners 2 3"]
 )
-def test_options_out_of_range(words, told):
-    with pytest.raises(Problem, match=told):
-        script.arguments(words)
+def test_options_out_of_range(words):
+    with pytest.raises(Problem, match=f"^{words.split()[0]}"):
+        script.arguments(words.split())
 
 
 # ---- what is kept
@@ -230,60 +214,26 @@ def _records() -> list[dict]:
 
 def test_the_table_of_periods():
     rows = script.table(script.losses_of(_records()), [1, 10]).splitlines()
-    assert rows[0] == "| optimizer | weights | N | 1 learner | K = 1 | K = 10 |"
     alone = "1.050 (1.000 to 1.100)"
-    assert rows[2:] == [
-        f"| SGD | random | 2 | {alone} | **1.055** (1.050 to 1.060) | diverged 1 of 2 |",
-        f"| SGD | random | 4 | {alone} | 1.400 (1.300 to 1.500) |  |",
-    ]
+    assert f"{alone} | **1.055** (1.050 to 1.060) | diverged 1 of 2 |" in rows[2]
+    assert f"{alone} | 1.400 (1.300 to 1.500) |  |" in rows[3]
 
 
-def test_the_table_of_rates():
+def test_the_other_tables():
     scaled = [r | {"learners": 4, "period": 10} for r in _records() if r["learners"] == 4]
     unscaled = [r | {"rate": r["rate"] / 4, "heldout_loss": 1.1} for r in scaled]
+    natural = [record | {"optimizer": "natural", "cpu_s": 6.0} for record in _records()]
     records = _records() + scaled + unscaled
     main, of_one = script.losses_of(records), script.losses_of(records, scaled=False)
     assert main["sigmoid", "sgd", "random", 4, 10] == [1.3, 1.5]
-    row = script.unscaled_table(main, of_one).splitlines()[2]
-    assert row == (
-        "| SGD | random | 1.050 (1.000 to 1.100) | 1.400 (1.300 to 1.500) "
-        "| **1.100** (1.100 to 1.100) |"
-    )
-
-
-def test_the_tables_of_pretraining_and_stacks():
-    records = [
-        {"activation": a, "optimizer": "sgd", "init": i, "learners": 1, "period": 0,
-         "heldout_loss": loss, "rate": script.RATES[a, "sgd", i]}
-        for (a, i), loss in {("sigmoid", "random"): 2.0, ("sigmoid", "rbm"): 1.0,
-                             ("relu", "random"): 1.0}.items()
-    ]  # fmt: skip
-    rows = script.pretraining_table(script.losses_of(records)).splitlines()
-    assert rows[2:] == ["| sigmoid | SGD | 2.000 | 1.000 | 0.500 |", "| relu | SGD | 1.000 |  |  |"]
-    monitors = {
-        seed: [{"layer": 1, "error": 0.3 + seed, "heldout_error": 0.2, "free_energy_gap": -seed}]
-        for seed in (1, 2)
-    }
-    assert script.stacks_table(monitors).splitlines()[2] == (
-        "| 1 | 1.3000 to 2.3000 | 0.2000 to 0.2000 | -2.00 to -1.00 |"
-    )
-
-
-def test_the_tables_of_words_and_costs():
+    assert "**1.100** (1.100 to 1.100)" in script.unscaled_table(main, of_one)
+    stacked = main | {("sigmoid", "sgd", "rbm", 1, 0): [0.525]}
+    assert " | 0.525 | 0.500 |" in script.pretraining_table(stacked)
+    layer = {"layer": 1, "error": 0.3, "heldout_error": 0.2, "free_energy_gap": -1}
+    assert "| 0.3000 to 0.3000 |" in script.stacks_table({1: [layer]})
     wer = {("sgd", "random", 1, 0): 0.2, ("sgd", "random", 4, 10): 0.25, ("sgd", "rbm", 1, 0): 0.1}
-    assert script.wer_table(wer).splitlines() == [
-        "| optimizer | weights | 1 learner | N = 4, K = 10 |",
-        "|---|---|---|---|",
-        "| SGD | random | 20.0 % | 25.0 % |",
-        "| SGD | RBM | 10.0 % |  |",
-    ]
-    natural = [record | {"optimizer": "natural", "cpu_s": 6.0} for record in _records()]
-    rows = script.cost_table(_records() + natural).splitlines()
-    assert rows[2:] == [
-        "| 1 | 2.0 | 6.0 | 3.00 |",
-        "| 2 | 4.0 | 6.0 | 1.50 |",
-        "| 4 | 8.0 | 6.0 | 0.75 |",
-    ]
+    assert "| SGD | random | 20.0 % | 25.0 % |" in script.wer_table(wer)
+    assert "| 2 | 4.0 | 6.0 | 1.50 |" in script.cost_table(_records() + natural)
 
 
 def test_the_figure_is_drawn_of_what_there_is(tmp_path):

@@ -184,7 +184,7 @@ def stepped(scheduler, losses):
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-@pytest.mark.parametrize("cut", [0, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("cut", [0, 3, 5, 8])
 @pytest.mark.parametrize(
     ("kind", "how", "follow"),
     [
@@ -243,8 +243,3 @@ def test_newbob_refuses_what_is_no_loss(loss):
     with pytest.raises(ConfigError, match=r"step\(held_out_loss\) = .*, allowed is a finite"):
         schedule.step(loss)
     assert schedule.state_dict() == before
-
-
-def test_not_an_optimizer():
-    with pytest.raises(TypeError):
-        WarmupAnneal([0.1])

@@ -1,6 +1,5 @@
 """Plans never ask oneself, all super learners agree, lock-step matrices keep the mean."""
 
-import dataclasses
 import math
 import pickle
 
@@ -63,8 +62,7 @@ def test_plans_ask_others_in_range(strategy, n, data):
         return
     plan = strategy.plan(rank, n)
     assert plan is strategy.plan(rank, n)
-    assert plan.schedule.dtype == np.int32
-    assert plan.schedule.flags.c_contiguous
+    assert plan.schedule.dtype == np.int32 and plan.schedule.flags.c_contiguous
     assert not plan.schedule.flags.writeable
     assert plan.schedule.shape == (plan.rounds, plan.width)
     if n > 1 and isinstance(strategy, IN_PAIRS):
@@ -316,12 +314,8 @@ def test_bad_seeds(kind, seed):
         kind(seed)
 
 
-def test_seeds_are_plain_and_strategies_frozen():
-    strategy = RandomRing(np.uint8(3))
-    assert type(strategy.seed) is int
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        strategy.seed = 4
-    assert RandomRing(3) != RandomRing(4)
+def test_seeds_are_plain():
+    assert type(RandomRing(np.uint8(3)).seed) is int
     assert RandomRing(3) != RandomPairs(3)
 
 
@@ -375,14 +369,6 @@ def test_plan_refuses(schedule, weight):
         Plan(np.asarray(schedule), weight)
 
 
-def test_plan_copies():
-    table = np.array([[1, 2]], dtype=np.int32)
-    plan = Plan(table, 0.5)
-    table[0, 0] = 7
-    assert plan.schedule.tolist() == [[1, 2]]
-    assert Plan.nobody().schedule.shape == (1, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -400,7 +386,11 @@ def test_rounds_refuse(arguments, said):
         Rounds(*arguments)
 
 
-def test_rounds_copy_and_repeat():
+def test_plans_and_rounds_copy_and_repeat():
+    table = np.array([[1, 2]], dtype=np.int32)
+    plan = Plan(table, 0.5)
+    table[0, 0] = 7
+    assert plan.schedule.tolist() == [[1, 2]]
     table = np.array([[1, NOBODY], [NOBODY, 2]], dtype=np.int32)
     rounds = Rounds(3, AFTER, table)
     table[0, 0] = 7
@@ -426,10 +416,7 @@ def test_rounds_of_pairs_only_where_there_are_pairs(name):
 @pytest.mark.parametrize(
     ("make", "cure"),
     [
-        (
-            lambda: SynchronousGossip(AFTER, "fixed_ring"),
-            "bad base.*'fixed_ring', allowed is a strategy",
-        ),
+        (lambda: SynchronousGossip(AFTER, "fixed_ring"), "bad base.*'fixed_ring'"),
         (lambda: SynchronousGossip(AFTER, FixedRing), "bad base for synchronous_gossip"),
         (lambda: GossipPGA(3, None), "None, allowed is a strategy"),
         (lambda: A2CiD2("fixed_ring"), "bad base.*'fixed_ring'.*a2cid2\\+fixed_ring"),
@@ -446,11 +433,11 @@ def test_arguments_of_the_wrong_kind(make, cure):
         make()
 
 
-@pytest.mark.parametrize("text", ["1", "true", "True"])
-def test_flags_are_read(text):
-    nesterov = parse(f"periodic_averaging:nesterov={text}")
-    assert nesterov == PeriodicAveraging(nesterov=True) == PeriodicAveraging(nesterov=1)
-    assert nesterov.spec() == PeriodicAveraging(nesterov=1).spec()
+def test_flags_are_read():
+    for text in ("1", "true", "True"):
+        nesterov = parse(f"periodic_averaging:nesterov={text}")
+        assert nesterov == PeriodicAveraging(nesterov=True) == PeriodicAveraging(nesterov=1)
+        assert nesterov.spec() == PeriodicAveraging(nesterov=1).spec()
 
 
 @pytest.mark.parametrize(
@@ -462,11 +449,7 @@ def test_flags_are_read(text):
             True,
         ),
         ("periodic_averaging:warm_up=1", "periodic_averaging", False),
-        (
-            "synchronous_gossip:order=atc+fixed_ring",
-            "synchronous_gossip:order=awc+fixed_ring",
-            False,
-        ),
+        ("synchronous_gossip:order=atc", "synchronous_gossip:order=awc", False),
         ("mine", "mine", True),
         ("mine", "fixed_ring", False),
         ("None", "fixed_ring", False),
