@@ -28,7 +28,8 @@ def run(
 ) -> Result:
     args = [str(folder), str(epochs), json.dumps(pauses), json.dumps(victims)]
     env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner), "SIGNAL": str(int(by)), **variables}
-    return run_learners(len(pauses), PROGRAM, args=args, env=env, **how)
+    imports = ("torch.distributed.fsdp",) if "fsdp2" in variables.values() else ()
+    return run_learners(len(pauses), PROGRAM, args=args, env=env, imports=imports, **how)
 
 
 def trained(folder: Path, rank: int) -> list[tuple[int, list[int]]]:
@@ -61,8 +62,12 @@ def test_a_slow_learner_gets_less(tmp_path: Path, how: str) -> None:
     assert facts[0]["state"]["epoch"] >= 2  # reports of the last second may be missing
 
 
-def test_the_learners_of_a_super_learner_make_equally_many_steps(tmp_path: Path) -> None:
-    result = run(tmp_path, [0.02, 0.02, 0.005, 0.005], inner=2)
+@pytest.mark.parametrize("inside", ["", "ddp", pytest.param("fsdp2", marks=pytest.mark.extended)])
+def test_the_learners_of_a_super_learner_make_equally_many_steps(
+    tmp_path: Path, inside: str
+) -> None:
+    variables = {"INSIDE": inside, "HVD_ADPSGD_INNER": "torch"} if inside else {}
+    result = run(tmp_path, [0.02, 0.02, 0.005, 0.005], inner=2, variables=variables)
     result.checked()
     for first, second in ((0, 1), (2, 3)):
         shapes = [[(e, len(i)) for e, i in trained(tmp_path, rank)] for rank in (first, second)]

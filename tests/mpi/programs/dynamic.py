@@ -1,5 +1,5 @@
 """Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, victims.
-With SHARDS set, each index is the URL of a shard, for one step.
+With SHARDS set, each index is the URL of a shard, for one step. INSIDE: ddp, or fsdp2.
 
 A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
 hvd.progress(). A victim sends itself SIGNAL in its second epoch, once all others are known to be in theirs; a
@@ -35,7 +35,17 @@ def main() -> None:
     loader: Any = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     if "SHARDS" in os.environ:
         sampler = loader = hvd.dynamic_shards([str(i) for i in range(SIZE)], seed=3)
-    model = torch.nn.Linear(1, 1)
+    model: Any = torch.nn.Linear(1, 2)
+    called = model
+    if os.environ.get("INSIDE") == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        called = DistributedDataParallel(model, process_group=hvd.super_learner_group())
+    elif os.environ.get("INSIDE") == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        hvd.super_learner_group()
+        fully_shard(model)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-9), named_parameters=model.named_parameters()
     )
@@ -58,7 +68,7 @@ def main() -> None:
                     os.kill(os.getpid(), by)
                 time.sleep(pauses[hvd.rank()])
                 optimizer.zero_grad()
-                model(batch.float().unsqueeze(1)).sum().backward()
+                called(batch.float().unsqueeze(1)).sum().backward()
                 optimizer.step()
                 out.write(json.dumps([epoch, batch.tolist(), hvd.progress().samples]) + "\n")
                 steps.append(time.monotonic() - at)
