@@ -89,13 +89,21 @@ def test_the_learners_of_a_super_learner_get_the_same_shards(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "by", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)]
+    ("victim", "by"),
+    [
+        (0, signal.SIGKILL),  # the coordinator
+        pytest.param(2, signal.SIGKILL, marks=pytest.mark.extended),
+        pytest.param(2, signal.SIGTERM, marks=pytest.mark.extended),
+    ],
 )
-def test_what_an_ended_one_held_goes_to_the_others(tmp_path: Path, by: signal.Signals) -> None:
-    result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(2,), by=by)
-    assert len(trained(tmp_path, 2)) > 3 and not (tmp_path / "2.2").exists()
-    assert [one["rank"] for one in result.by_rank()] == [0, 1, 3], result.report()
-    living, whole = counts(tmp_path, [0, 1, 3]), counts(tmp_path, [0, 1, 2, 3])
+def test_what_an_ended_one_held_goes_to_the_others(
+    tmp_path: Path, victim: int, by: signal.Signals
+) -> None:
+    result = run(tmp_path, [0.01, 0.01, 0.01, 0.03], victims=(victim,), by=by)
+    others = [rank for rank in range(4) if rank != victim]
+    assert len(trained(tmp_path, victim)) > 3 and not (tmp_path / f"{victim}.2").exists()
+    assert [one["rank"] for one in result.by_rank()] == others, result.report()
+    living, whole = counts(tmp_path, others), counts(tmp_path, [0, 1, 2, 3])
     assert max(living.values()) <= 3  # at most once per epoch
     assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 3
 
