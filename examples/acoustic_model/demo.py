@@ -5,7 +5,7 @@
     python -m examples.acoustic_model.demo --hard          58 words in heavy noise
 
 Four learners, each of which stands for a host: 4 super learners of one. All trainings see equally many
-samples; under H-ADPSGD learners take minibatches from one pool. In `slow` one learner's steps take 3 times as
+samples; under H-ADPSGD hvd.DynamicBatchSampler divides them. In `slow` one learner's steps take 3 times as
 long, because it sleeps; `killed` is a short training in which one learner is killed after half an epoch.
 Written to --out: result.json, demo.png and all runs. HOROVODRUN_ARGS adds arguments to horovodrun.
 """
@@ -119,7 +119,7 @@ def training(kind: Kind, seed: int, options: argparse.Namespace) -> launch.Train
         seed,
         options.out / "runs" / f"{kind.name}-{seed}",
         learners=1 if kind.scheme == "single" else LEARNERS,
-        options=("--epochs", str(epochs), *DISTURBANCES[kind.situation], *["--pool"] * ours),
+        options=("--epochs", str(epochs), *DISTURBANCES[kind.situation], *["--dynamic"] * ours),
         variables={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"} if ours else {},
         may_fail=killed,
     )

@@ -6,7 +6,7 @@
     horovodrun -np 4 python -m examples.acoustic_model.train --strategy random_ring:seed=3   any spec
 
 With HVD_ADPSGD_SUPER_LEARNER_SIZE=2 four learners form two super learners.
-All strategies see the same number of samples; with --pool a slow learner takes fewer of them.
+All strategies see the same number of samples; with --dynamic a slow learner takes fewer of them.
 --batch and --lr are those of one learner; the rate is multiplied by the number of learners (or by --scale)
 after a linear warm-up, so that `single` is the baseline with the batch and rate of one learner. `--schedule
 papers` warms up over 5/8 of the epochs, as the papers did over 10 of 16; then the rate falls by 1/sqrt(2) per
@@ -36,7 +36,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from examples.acoustic_model.speech import corpus, journal, pool, strategy
+from examples.acoustic_model.speech import corpus, journal, strategy
 from examples.acoustic_model.speech.model import ACTIVATIONS, PRESETS, Shape, make, preset
 from examples.acoustic_model.speech.problem import Problem, new_parser, require, run, within
 
@@ -76,7 +76,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--hidden", type=int, help="cells per direction, or width of a layer")
     add("--activation", choices=tuple(ACTIVATIONS), help="activation of a DNN (default: sigmoid)")
     add("--init", type=Path, metavar="FILE", help="hidden layers of a DNN, written by pretrain_rbm")
-    add("--pool", action="store_true", help="super learners take minibatches as they get ready")
+    add("--dynamic", action="store_true", help="hvd.DynamicBatchSampler divides each epoch")
     add(
         "--slow",
         type=disturbance,
@@ -110,10 +110,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--combine {options.combine} with --strategy {options.strategy}: there is one model only; "
             "leave --combine out"
         )
-    if options.pool and strategy.waits(options.strategy):
+    if options.dynamic and strategy.waits(options.strategy):
         raise Problem(
-            f"--pool with --strategy {options.strategy}: its learners make equal numbers of steps; "
-            "leave --pool out"
+            f"--dynamic with --strategy {options.strategy}: its learners make equal numbers of steps; "
+            "leave --dynamic out"
         )
     options.out = options.out or Path("out/runs") / strategy.folder_name(options.strategy)
     return options
@@ -275,8 +275,10 @@ class Trainer:
             )
         self.slowdown = self._chosen(options.slow, 1.0)
         self.lifetime = self._chosen(options.kill, math.inf)
-        if options.pool:
-            batches = self.sampler = pool.Pool(hvd, len(self.train), options.batch, options.seed)
+        if options.dynamic:
+            batches = self.sampler = hvd.DynamicBatchSampler(
+                self.train, batch_size=options.batch, seed=options.seed
+            )
         else:
             self.sampler = DistributedSampler(
                 self.train, num_replicas=hvd.size(), rank=hvd.rank(), seed=options.seed
@@ -314,13 +316,16 @@ class Trainer:
         hvd, options = self.hvd, self.options
         if options.resume and hvd.rank() == 0:
             saved = journal.load(options.out / "checkpoint.pt")
-            _compare({"pool": False} | saved["settings"], self.settings(), options.out)
+            _compare(saved["settings"], self.settings(), options.out)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.progress = saved["progress"]
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.progress = hvd.broadcast_object(self.progress, root_rank=0)
+        if options.dynamic:  # hvd.progress() continues
+            state = self.sampler.state_dict() | {"epoch": self.progress["epoch"]}
+            self.sampler.load_state_dict(state)
 
     def settings(self) -> dict:
         """Return the settings in which a checkpoint must agree with this run to be continued."""
@@ -328,11 +333,8 @@ class Trainer:
         rates = ("lr", "scale", "momentum", "schedule", "warmup", "anneal")
         chosen = {name: getattr(self.options, name) for name in (*run, *rates)}
         chosen["init"] = str(self.options.init)
-        return (
-            chosen
-            | {"learners": self.hvd.size(), "pool": self.options.pool}
-            | asdict(self.model.shape)
-        )
+        chosen |= {"learners": self.hvd.size(), "dynamic": self.options.dynamic}
+        return chosen | asdict(self.model.shape)
 
     def epoch(self, epoch: int) -> float | None:
         """Train one epoch; return this learner's mean loss per frame, None if it had no minibatch."""
@@ -341,7 +343,9 @@ class Trainer:
         steps, total, done, began = len(self.loader), 0.0, 0, time.perf_counter()
         with _bar(self.hvd, steps, epoch) as bar:
             for done, (frames, labels) in enumerate(self.loader, start=1):
-                now = epoch + (self.sampler.part if self.options.pool else (done - 1) / steps)
+                now = epoch + (done - 1) / steps
+                if self.options.dynamic:  # what others did is known a second later
+                    now = max(epoch, self.hvd.progress(self.sampler).epochs)
                 if now >= self.lifetime:
                     self._die(now, time.perf_counter() - began)
                 self._set_rate(now)
@@ -369,7 +373,7 @@ class Trainer:
         return loss.item()
 
     def _set_rate(self, epoch: float) -> None:
-        """Set the rate at an epoch of the job: with --pool a slow learner has the rate of the others."""
+        """Set the rate at an epoch of the job: with --dynamic a slow learner has the rate of the others."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.options, self.hvd.size(), epoch)
 

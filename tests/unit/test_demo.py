@@ -1,142 +1,33 @@
-"""The demo: its pool of minibatches, what it tells of a run, and the time that it says is left."""
+"""The demo: what it refuses, what it tells of a run, and the time that it says is left."""
 
 # The imports come after the check that the example's packages are there.
 # ruff: noqa: E402
 
 import json
-import queue
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "tqdm"):
     pytest.importorskip(needed)
 
-import torch
-
 from examples.acoustic_model import demo
 from examples.acoustic_model import train as script
 from examples.acoustic_model.speech import figure
-from examples.acoustic_model.speech.pool import Pool
 from examples.acoustic_model.speech.problem import Problem
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120
-
-
-class Job:
-    """What Pool asks of hvd_adpsgd.torch, for learners that are threads, in super learners of `of`."""
-
-    Sum, super_learner = "sum", "inner"
-
-    def __init__(self, learners: int, of: int):
-        self.learners, self.of = learners, of
-        self._mine = threading.local()
-        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._sums = [torch.zeros(2, dtype=torch.int64) for _ in range(learners // of)]
-        self._met = [threading.Barrier(of) for _ in self._sums]
-
-    def rank(self) -> int:
-        return self._mine.rank
-
-    def size(self) -> int:
-        return self.learners
-
-    local_size = size
-
-    def is_leader(self) -> bool:
-        return self.rank() % self.of == 0
-
-    def broadcast_object(self, value: Any, root_rank: int) -> Any:
-        if self.rank() == root_rank:
-            for _ in range(self.learners - 1):
-                self._told.put(value)
-            return value
-        return self._told.get(timeout=DEADLINE_S)
-
-    def allreduce(self, mine: torch.Tensor, op: str, process_set: str, name: str) -> torch.Tensor:
-        assert (op, process_set) == ("sum", "inner")
-        own = self.rank() // self.of
-        met = self._met[own]
-        if met.wait(DEADLINE_S) == 0:
-            self._sums[own] = torch.zeros_like(mine)
-        met.wait(DEADLINE_S)
-        for place in range(self.of):  # one after the other
-            if self.rank() % self.of == place:
-                self._sums[own] += mine
-            met.wait(DEADLINE_S)
-        return self._sums[own].clone()
-
-    def run(self, act: Any) -> list[Any]:
-        def learner(rank: int) -> Any:
-            self._mine.rank = rank
-            return act(rank)
-
-        with ThreadPoolExecutor(self.learners) as threads:
-            return list(threads.map(learner, range(self.learners)))
-
-
-@pytest.mark.parametrize("of", [1, 2])
-def test_every_minibatch_goes_to_one_learner(of: int) -> None:
-    job = Job(4, of)
-    pools = []  # learner 0's serves the others
-
-    def act(rank: int) -> list[list[list[int]]]:
-        pool = Pool(job, 103, 4, seed=3)  # 25 minibatches, 24 of which are taken: 6 times 4
-        pools.append(pool)
-        taken = []
-        for epoch in range(2):
-            pool.set_epoch(epoch)
-            taken.append(list(pool))
-        return taken
-
-    taken = job.run(act)
-    orders = []
-    for epoch in range(2):
-        each = [batch for learner in taken for batch in learner[epoch]]
-        assert len(each) == 24
-        assert all(len(batch) == 4 for batch in each)
-        assert len({segment for batch in each for segment in batch}) == 96
-        orders.append(sorted(each))
-    assert orders[0] != orders[1]
-    for mates in (range(i, i + of) for i in range(0, 4, of)):
-        assert len({len(taken[rank][0]) for rank in mates}) == 1
-
-
-def test_a_learner_that_stands_still_leaves_its_minibatches_to_the_others() -> None:
-    job, begun, over = Job(2, 1), threading.Event(), threading.Event()
-    pools = []  # learner 0's serves the others
-
-    def act(rank: int) -> tuple[int, float]:
-        pool = Pool(job, 80, 4, seed=0)
-        pools.append(pool)
-        batches: Iterator[list[int]] = iter(pool)
-        if rank == 1:
-            next(batches)
-            begun.set()
-            assert over.wait(DEADLINE_S)
-        assert begun.wait(DEADLINE_S)  # else learner 0 may have taken all before learner 1 begins
-        count = sum(1 for _ in batches) + rank
-        over.set()
-        return count, pool.part
-
-    counts = job.run(act)
-    assert counts[1][0] == 1
-    assert sum(count for count, _ in counts) == 20
-    assert counts[0][1] >= 18 / 20
 
 
 @pytest.mark.parametrize("strategy", ["ssgd", "single", "noloco:period=5", "synchronous"])
-def test_a_pool_is_refused_where_learners_wait_for_each_other(strategy: str) -> None:
-    with pytest.raises(Problem, match=f"^--pool with --strategy {strategy}: .* leave --pool out"):
-        script.arguments(["--pool", "--strategy", strategy])
-    assert script.arguments(["--pool", "--strategy", "fixed_ring"]).pool
+def test_a_dynamic_division_is_refused_where_learners_wait_for_each_other(strategy: str) -> None:
+    with pytest.raises(
+        Problem, match=f"^--dynamic with --strategy {strategy}: .* leave --dynamic out"
+    ):
+        script.arguments(["--dynamic", "--strategy", strategy])
+    assert script.arguments(["--dynamic", "--strategy", "fixed_ring"]).dynamic
 
 
 @pytest.mark.parametrize("value", ["3", "3:", ":2", "-1:2", "3:0", "3:nan", "3:x"])
