@@ -6,7 +6,8 @@
     python examples/text.py --data my.txt other.txt                 # one learner, another text
 
 Without --data the text is the source of Python's standard library. With HVD_ADPSGD_SUPER_LEARNER_SIZE=1 each
-learner of one machine is a super learner. Needs torch and hvd_adpsgd only.
+learner of one machine is a super learner. A slow learner makes fewer steps than the others; with --equal,
+which strategies with rounds need, all make equally many. Needs torch and hvd_adpsgd only.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import math
 import os
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +41,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", help="text files (default: Python's standard library)")
     add("--out", type=Path, default=Path("out/text"), help="folder (default: out/text)")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=300, help="of a learner, on average (default: 300)")
     add("--batch", type=int, default=8, help="sequences of a learner per pass (default: 8)")
     add("--passes", type=int, default=1, help="passes per step, whose gradients are summed")
     add("--length", type=int, default=64, help="bytes in a sequence (default: 64)")
@@ -49,11 +52,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest norm of the gradient (default: 1)")
     add("--every", type=int, default=50, help="steps between evaluations (default: 50)")
     add("--seed", type=int, default=0)
+    add("--equal", action="store_true", help="equal shares for all learners, as plain Horovod has")
     add("--horovod", action="store_true", help="plain Horovod in place of hvd_adpsgd")
     options = parser.parse_args(argv)
     for name in ("steps", "batch", "passes", "length", "layers", "every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}, allowed are numbers from 1")
+    if options.steps % options.every:
+        parser.error(
+            f"--steps is {options.steps}, allowed are multiples of --every {options.every}"
+        )
     if options.width < 1 or options.width % 32:
         parser.error(f"--width is {options.width}, allowed are multiples of 32: a head has 32")
     for path in options.data or ():
@@ -158,11 +166,18 @@ def adamw(model: nn.Module, rate: float) -> torch.optim.AdamW:
 
 
 def cosine(
-    optimizer: torch.optim.Optimizer, warm_up: int, steps: int
+    optimizer: torch.optim.Optimizer,
+    warm_up: int,
+    steps: int,
+    job: Callable[[int], float] = float,
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A linear warm-up, then a cosine from the optimizer's rate to a tenth of it."""
+    """A linear warm-up, then a cosine from the optimizer's rate to a tenth of it.
 
-    def factor(step: int) -> float:
+    `job` returns the steps of a learner of the job on average, by those of this one.
+    """
+
+    def factor(own: int) -> float:
+        step = job(own)
         if step < warm_up:
             return (step + 1) / warm_up
         part = min(1.0, (step - warm_up) / max(1, steps - warm_up))
@@ -201,7 +216,14 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
         backward_passes_per_step=options.passes,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    scheduler = cosine(optimizer, options.warm_up, options.steps)
+    per_step = options.batch * options.passes * hvd.size()  # sequences of all learners
+    # what learners draw until the next evaluation: sizes count, not the indices
+    drawn: Any = [range(options.batch)] * (options.every * options.passes)
+    equal = options.equal or options.horovod
+    if not equal:
+        drawn = hvd.DynamicBatchSampler(options.every * per_step, batch_size=options.batch)
+    job = float if equal else lambda _: hvd.progress().samples / per_step
+    scheduler = cosine(optimizer, options.warm_up, options.steps, job)
     cast = autocast(device)
     random = torch.Generator().manual_seed(options.seed * 100_003 + hvd.rank())
     coordinates = hvd.is_coordinator if hasattr(hvd, "is_coordinator") else lambda: hvd.rank() == 0
@@ -209,29 +231,30 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
         count = sum(p.numel() for p in model.parameters())
         print(f"{hvd.size()} learners, {count:,} parameters", flush=True)
 
-    for step in range(options.steps + 1):
-        if step % options.every == 0 or step == options.steps:
-            with averaged(hvd, model):
-                evaluated = held_out(model, text, cast, device)
-                if coordinates():
-                    seconds = time.perf_counter() - began
-                    tell(options.out, {"step": step, "seconds": seconds, "held_out": evaluated})
-                    if step == options.steps:
-                        torch.save(model.state_dict(), options.out / "model.pt")
+    for step in range(0, options.steps + 1, options.every):
+        with averaged(hvd, model):
+            evaluated = held_out(model, text, cast, device)
+            if coordinates():
+                seconds = time.perf_counter() - began
+                tell(options.out, {"step": step, "seconds": seconds, "held_out": evaluated})
+                if step == options.steps:
+                    torch.save(model.state_dict(), options.out / "model.pt")
         if step == options.steps:
             break
-        optimizer.zero_grad()
-        for _ in range(options.passes):
-            batch = text.batch(text.train, options.batch, random)
-            loss = loss_of(model, tuple(part.to(device) for part in batch), cast)
-            (loss / options.passes).backward()
-        optimizer.synchronize()  # plain Horovod averages here; hvd_adpsgd has done so in backward()
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        with optimizer.skip_synchronize():
-            optimizer.step()  # averages models between super learners
-        scheduler.step()
-        if hasattr(hvd, "log"):
-            hvd.log(loss=loss, lr=scheduler.get_last_lr()[0])
+        batches = iter(drawn)
+        while passes := list(itertools.islice(batches, options.passes)):
+            optimizer.zero_grad()
+            for indices in passes:
+                batch = text.batch(text.train, len(indices), random)
+                loss = loss_of(model, tuple(part.to(device) for part in batch), cast)
+                (loss / len(passes)).backward()
+            optimizer.synchronize()  # averages where backward() has not: plain Horovod, a short step
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            with optimizer.skip_synchronize():
+                optimizer.step()  # averages models between super learners
+            scheduler.step()
+            if hasattr(hvd, "log"):
+                hvd.log(loss=loss, lr=scheduler.get_last_lr()[0])
 
 
 def averaged(hvd: ModuleType, model: nn.Module) -> Any:

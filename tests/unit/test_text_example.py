@@ -37,6 +37,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     [
         (["--width", "48"], "--width is 48, allowed are multiples of 32"),
         (["--steps", "0"], "--steps is 0, allowed are numbers from 1"),
+        (["--steps", "60"], "--steps is 60, allowed are multiples of --every 50"),
         (["--data", "nowhere.txt"], "--data nowhere.txt is no file"),
     ],
 )
