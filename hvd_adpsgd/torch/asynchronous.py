@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -20,13 +20,21 @@ from hvd_adpsgd.collectives.collectives import Collectives
 from hvd_adpsgd.collectives.usage import Caller, counted, on_behalf, waiting
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
-from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
-from hvd_adpsgd.torch.collectives.broadcasts import broadcast_all
-from hvd_adpsgd.torch.collectives.calls import require_tensors
-from hvd_adpsgd.torch.collectives.gathers import gather
-from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce, reduce_, reduction
+from hvd_adpsgd.torch.collectives.broadcasts import broadcast, broadcast_
+from hvd_adpsgd.torch.collectives.calls import or_inside
+from hvd_adpsgd.torch.collectives.gathers import allgather, gather, grouped_allgather
+from hvd_adpsgd.torch.collectives.reductions import (
+    allreduce_,
+    grouped_allreduce_,
+    reduce,
+    reduce_,
+    reduction,
+)
 from hvd_adpsgd.training.devices import Stream, device_of
 from hvd_adpsgd.training.inside import told
+
+P = ParamSpec("P")
+Tensors = Sequence[torch.Tensor]
 
 
 class Handle(Future[Any]):
@@ -59,146 +67,71 @@ def poll(handle: Any) -> bool:
     return handle.done() if isinstance(handle, Handle) else bool(horovod.poll(handle))
 
 
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> Any:
+def _as(waiting: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:
+    """Begin what a function returns, which gets `waiting`'s tensors, in a list, and its other arguments."""
+
+    def decorate(prepare: Callable[..., Callable[[], Any]]) -> Any:
+        @functools.wraps(prepare)
+        def begin(given: Any, *how: Any) -> Any:
+            tensors = given if prepare.__name__.startswith("grouped") else [given]
+            return _begin(prepare.__name__, tensors, prepare(tensors, *how[:-1]))
+
+        return or_inside(begin, waiting)
+
+    return decorate
+
+
+@_as(allreduce_)
+def allreduce_async(tensors: Tensors, *how: Any) -> Callable[[], Any]:
     """See hvd.allreduce; not differentiable. Returns a handle, whose result is a new tensor."""
-    how = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce("allreduce_async", tensor, how, lambda what: reduce([tensor], what)[0])
+    what = reduction("allreduce", *how)
+    return lambda: reduce(tensors, what)[0]
 
 
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> Any:
+@_as(allreduce_)
+def allreduce_async_(tensors: Tensors, *how: Any) -> Callable[[], Any]:
     """See hvd.allreduce_. Returns a handle, whose result is `tensor`."""
-    how = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce("allreduce_async_", tensor, how, lambda what: reduce_([tensor], what)[0])
+    what = reduction("allreduce", *how)
+    return lambda: reduce_(tensors, what)[0]
 
 
-def grouped_allreduce_async(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> Any:
+@_as(grouped_allreduce_)
+def grouped_allreduce_async(tensors: Tensors, *how: Any) -> Callable[[], Any]:
     """See hvd.grouped_allreduce; not differentiable. Returns a handle, whose result is new tensors."""
-    how = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce("grouped_allreduce_async", tensors, how, lambda what: reduce(tensors, what))
+    what = reduction("grouped_allreduce", *how)
+    return lambda: reduce(tensors, what)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> Any:
+@_as(grouped_allreduce_)
+def grouped_allreduce_async_(tensors: Tensors, *how: Any) -> Callable[[], Any]:
     """See hvd.grouped_allreduce_. Returns a handle, whose result is `tensors`."""
-    how = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce("grouped_allreduce_async_", tensors, how, lambda what: reduce_(tensors, what))
+    what = reduction("grouped_allreduce", *how)
+    return lambda: reduce_(tensors, what)
 
 
-def _allreduce(
-    operation: str, given: Any, how: tuple[Any, ...], act: Callable[[Reduction], Any]
-) -> Any:
-    """Begin an asynchronous allreduce: Horovod's inside a super learner, else `act` on this module's thread.
-
-    Args:
-        operation: name of the function that the script calls.
-        given: a tensor, or the list of tensors of a grouped operation.
-        how: the further arguments of the call.
-        act: reduces the tensors over all learners; called with a Reduction.
-
-    Returns:
-        A handle for `synchronize`.
-    """
-    *arguments, process_set = how
-    inner = inner_process_set(process_set, operation)
-    if inner is not None:
-        return told(getattr(horovod, operation))(given, *arguments, inner)
-    is_group = operation.startswith("grouped")
-    require_tensors(operation, given if is_group else [given])
-    reduced = reduction("grouped_allreduce" if is_group else "allreduce", *arguments)
-    return _begin(operation, given if is_group else [given], lambda: act(reduced))
-
-
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
-) -> Any:
+@_as(allgather)
+def allgather_async(tensors: Tensors, name: str | None) -> Callable[[], Any]:
     """See hvd.allgather; not differentiable. Returns a handle, whose result is the gathered tensor."""
-    inner = inner_process_set(process_set, "allgather_async")
-    if inner is not None:
-        return told(horovod.allgather_async)(tensor, name, inner)
-    require_tensors("allgather_async", [tensor])
-    return _begin(
-        "allgather_async", [tensor], lambda: gather("allgather", name, [tensor])[0].tensor
-    )
+    return lambda: gather("allgather", name, tensors)[0].tensor
 
 
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
-) -> Any:
+@_as(grouped_allgather)
+def grouped_allgather_async(tensors: Tensors, name: str | None) -> Callable[[], Any]:
     """See hvd.grouped_allgather; not differentiable. Returns a handle, whose result is a list of tensors."""
-    inner = inner_process_set(process_set, "grouped_allgather_async")
-    if inner is not None:
-        return told(horovod.grouped_allgather_async)(tensors, name, inner)
-    require_tensors("grouped_allgather_async", tensors)
-    return _begin(
-        "grouped_allgather_async",
-        tensors,
-        lambda: [one.tensor for one in gather("grouped_allgather", name, tensors)],
-    )
+    return lambda: [one.tensor for one in gather("grouped_allgather", name, tensors)]
 
 
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int | None,
-    name: str | None = None,
-    process_set: Any = global_process_set,
-) -> Any:
+@_as(broadcast)
+def broadcast_async(tensors: Tensors, *root_and_name: Any) -> Callable[[], Any]:
     """See hvd.broadcast; not differentiable. Returns a handle, whose result is a new tensor."""
-    inner = inner_process_set(process_set, "broadcast_async")
-    if inner is not None:
-        return told(horovod.broadcast_async)(tensor, root_rank or 0, name, inner)
-    require_tensors("broadcast_async", [tensor])
-    output = tensor.detach().clone()
-    return _begin("broadcast_async", [output], lambda: _broadcast(output, root_rank, name))
+    output = tensors[0].detach().clone()
+    return lambda: broadcast_(output, *root_and_name)
 
 
-def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int | None,
-    name: str | None = None,
-    process_set: Any = global_process_set,
-) -> Any:
+@_as(broadcast_)
+def broadcast_async_(tensors: Tensors, *root_and_name: Any) -> Callable[[], Any]:
     """See hvd.broadcast_. Returns a handle, whose result is `tensor`."""
-    inner = inner_process_set(process_set, "broadcast_async_")
-    if inner is not None:
-        return told(horovod.broadcast_async_)(tensor, root_rank or 0, name, inner)
-    require_tensors("broadcast_async_", [tensor])
-    return _begin("broadcast_async_", [tensor], lambda: _broadcast(tensor, root_rank, name))
-
-
-def _broadcast(tensor: torch.Tensor, root_rank: int | None, name: str | None) -> torch.Tensor:
-    broadcast_all("broadcast", name, [(None, tensor)], root_rank)
-    return tensor
+    return lambda: broadcast_(tensors[0], *root_and_name)
 
 
 # No ThreadPoolExecutor: Python joins its threads at exit, so a learner that waits for a peer would not exit.

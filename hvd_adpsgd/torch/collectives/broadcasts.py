@@ -18,7 +18,7 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
-from hvd_adpsgd.torch.collectives.calls import described, require_dense, require_tensor, run_call
+from hvd_adpsgd.torch.collectives.calls import described, or_inside, require_dense, run_call
 from hvd_adpsgd.torch.collectives.reductions import allreduce
 from hvd_adpsgd.training.inside import told
 from hvd_adpsgd.training.means import among_counterparts
@@ -33,6 +33,7 @@ from hvd_adpsgd.training.sharded import is_sharded, local
 Parameters = dict[str, torch.Tensor] | list[torch.Tensor] | list[tuple[str, torch.Tensor]]
 
 
+@or_inside
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int | None,
@@ -53,13 +54,10 @@ def broadcast(
         ConfigError: for a root_rank out of range.
         PeerFailedError: if the root has failed.
     """
-    inner = inner_process_set(process_set, "broadcast")
-    require_tensor("broadcast", tensor)
-    if inner is not None:
-        return told(horovod.broadcast)(tensor, root_rank or 0, name, inner)
     return _Broadcast.apply(tensor, root_rank, name)
 
 
+@or_inside
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int | None,
@@ -67,10 +65,6 @@ def broadcast_(
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with the tensor of learner `root_rank`, and return it; see broadcast."""
-    inner = inner_process_set(process_set, "broadcast_")
-    require_tensor("broadcast_", tensor)
-    if inner is not None:
-        return told(horovod.broadcast_)(tensor, root_rank or 0, name, inner)
     broadcast_all("broadcast", name, [(None, tensor)], root_rank)
     return tensor
 

@@ -1,18 +1,49 @@
 """Helpers of operations over all learners: checks of arguments, descriptions of tensors, running a call."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import CollectiveMismatchError, ConfigError
+from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
+from hvd_adpsgd.torch.basics import inner_process_set
+from hvd_adpsgd.training.inside import told
 from hvd_adpsgd.training.sharded import is_sharded
 from hvd_adpsgd.training.super_learner import horovods
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def or_inside(operation: Callable[P, T], like: Callable[..., Any] | None = None) -> Callable[P, T]:
+    """Return an operation in whose place Horovod's of its name runs where a super learner is concerned.
+
+    It has the arguments of `like`, by default its own: a tensor or (grouped) list, ..., the process set.
+    """
+    name, signature = operation.__name__, inspect.signature(like or operation)
+
+    @functools.wraps(operation)
+    def run(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        given, *how, process_set = bound.args
+        inner = inner_process_set(process_set, name)
+        (require_tensors if name.startswith("grouped") else require_tensor)(name, given)
+        if inner is None:
+            return operation(*bound.args, **bound.kwargs)
+        if "root_rank" in bound.arguments:
+            how[0] = how[0] or 0
+        result = told(getattr(horovod, name))(given, *how, inner)
+        return list(result) if isinstance(result, tuple) else result
+
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
 
 
 def require_tensor(doing: str, tensor: Any) -> None:

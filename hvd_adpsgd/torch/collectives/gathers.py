@@ -14,16 +14,11 @@ from hvd_adpsgd.inner.tensor_bytes import bytes_of, lent
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
-from hvd_adpsgd.torch.collectives.calls import (
-    require_dense,
-    require_tensor,
-    require_tensors,
-    run_call,
-)
+from hvd_adpsgd.torch.collectives.calls import or_inside, require_dense, run_call
 from hvd_adpsgd.torch.collectives.reductions import Reduction, reduce
-from hvd_adpsgd.training.inside import told
 
 
+@or_inside
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> torch.Tensor:
@@ -38,21 +33,14 @@ def allgather(
         CollectiveMismatchError: on all learners, if their calls or tensors differ.
         ConfigError: for a tensor without dimensions.
     """
-    inner = inner_process_set(process_set, "allgather")
-    require_tensor("allgather", tensor)
-    if inner is not None:
-        return told(horovod.allgather)(tensor, name, inner)
     return _Allgather.apply("allgather", name, tensor)[0]
 
 
+@or_inside
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: Any = global_process_set
 ) -> list[torch.Tensor]:
     """Concatenate learners' tensors by rank, several in one operation; differentiable. See allgather."""
-    inner = inner_process_set(process_set, "grouped_allgather")
-    require_tensors("grouped_allgather", tensors)
-    if inner is not None:
-        return list(told(horovod.grouped_allgather)(tensors, name, inner))
     return list(_Allgather.apply("grouped_allgather", name, *tensors))
 
 

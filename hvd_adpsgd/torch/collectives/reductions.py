@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.errors import AdpsgdError, ConfigError, InnerOnlyError
-from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.inner.horovod import (
     Adasum,
     Average,
@@ -24,9 +23,8 @@ from hvd_adpsgd.inner.horovod import (
 from hvd_adpsgd.inner.tensor_bytes import lent
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.messaging.attempt import Attempt
-from hvd_adpsgd.torch.basics import global_process_set, inner_process_set, one_super_learner
-from hvd_adpsgd.torch.collectives.calls import described, require_tensor, require_tensors, run_call
-from hvd_adpsgd.training.inside import told
+from hvd_adpsgd.torch.basics import global_process_set, one_super_learner
+from hvd_adpsgd.torch.collectives.calls import described, or_inside, run_call
 
 _REDUCED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # largest number of bytes of tensors that travel in the message that announces the call; larger ones follow it
@@ -35,6 +33,7 @@ _COMBINED_BY = {Min: np.minimum, Max: np.maximum, Product: np.multiply}  # Sum a
 _OP_NAMES = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
 
 
+@or_inside
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -66,17 +65,12 @@ def allreduce(
         InnerOnlyError: for hvd.Adasum over several super learners.
         ConfigError: for another dtype or op.
     """
-    inner = inner_process_set(process_set, "allreduce")
-    require_tensor("allreduce", tensor)
-    if inner is not None:
-        return told(horovod.allreduce)(
-            tensor, average, name, compression, op, prescale_factor, postscale_factor, inner
-        )
     how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
     compressed, context = compression.compress(tensor)
     return compression.decompress(_Allreduce.apply(how, compressed)[0], context)
 
 
+@or_inside
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -87,16 +81,11 @@ def allreduce_(
     process_set: Any = global_process_set,
 ) -> torch.Tensor:
     """Combine a tensor over all learners in place, and return it; see allreduce."""
-    inner = inner_process_set(process_set, "allreduce_")
-    require_tensor("allreduce_", tensor)
-    if inner is not None:
-        return told(horovod.allreduce_)(
-            tensor, average, name, op, prescale_factor, postscale_factor, inner
-        )
     how = reduction("allreduce", average, name, op, prescale_factor, postscale_factor)
     return reduce_([tensor], how)[0]
 
 
+@or_inside
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -112,20 +101,13 @@ def grouped_allreduce(
     Returns:
         The reduced tensors, each of the dtype, shape and device of its counterpart in `tensors`.
     """
-    inner = inner_process_set(process_set, "grouped_allreduce")
-    require_tensors("grouped_allreduce", tensors)
-    if inner is not None:
-        return list(
-            told(horovod.grouped_allreduce)(
-                tensors, average, name, compression, op, prescale_factor, postscale_factor, inner
-            )
-        )
     how = reduction("grouped_allreduce", average, name, op, prescale_factor, postscale_factor)
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     reduced = _Allreduce.apply(how, *compressed)
     return [compression.decompress(t, c) for t, c in zip(reduced, contexts, strict=True)]
 
 
+@or_inside
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -136,13 +118,6 @@ def grouped_allreduce_(
     process_set: Any = global_process_set,
 ) -> Sequence[torch.Tensor]:
     """Combine several tensors over all learners in place, and return them; see grouped_allreduce."""
-    inner = inner_process_set(process_set, "grouped_allreduce_")
-    require_tensors("grouped_allreduce_", tensors)
-    if inner is not None:
-        told(horovod.grouped_allreduce_)(
-            tensors, average, name, op, prescale_factor, postscale_factor, inner
-        )
-        return tensors
     how = reduction("grouped_allreduce", average, name, op, prescale_factor, postscale_factor)
     return reduce_(tensors, how)
 
