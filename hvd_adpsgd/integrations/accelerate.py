@@ -29,10 +29,8 @@ class _Optimizer(AcceleratedOptimizer):
 
     def average(self) -> None:
         averaging = getattr(self.optimizer, "_averaging", None)
-        if (
-            averaging is not None and averaging.stopped
-        ):  # a later prepare() has wrapped its parameters
-            return
+        if averaging is not None and averaging.stopped:
+            return  # a later prepare() has wrapped its parameters
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
             self.optimizer.synchronize()
             self.averaged = True
@@ -119,9 +117,11 @@ class AdpsgdAccelerator(accelerate.Accelerator):
             return super().gather_for_metrics(input_data)
         gathered = [one for part in hvd.allgather_object(input_data) for one in part]
         state = self.gradient_state
-        return gathered[
-            : state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        ]
+        return (
+            gathered[: state.remainder]
+            if state.end_of_dataloader and state.remainder > 0
+            else gathered
+        )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         op = _REDUCTIONS[reduction]

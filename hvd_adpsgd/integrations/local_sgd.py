@@ -1,12 +1,6 @@
-"""Hugging Face Accelerate: a context of the shape of its LocalSGD, for scripts that have one.
+"""accelerate.local_sgd.LocalSGD for learners: the imports of a script change, see docs/huggingface.md."""
 
-from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator as Accelerator
-from hvd_adpsgd.integrations.local_sgd import AdpsgdLocalSGD as LocalSGD
-"""
-
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,18 +10,10 @@ from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
 
 
 class AdpsgdLocalSGD:
-    """accelerate.local_sgd.LocalSGD for learners of hvd_adpsgd: at its exit the model becomes the mean.
+    """LocalSGD whose exit makes the model the mean; all learners leave together, unless the block raises.
 
-    The optimizer that AdpsgdAccelerator.prepare() has wrapped averages the model already, in every step and
-    without waiting, so step() only counts. All learners leave the block together, and wait for the slowest;
-    if it raises, no mean is taken, as other learners may not get there.
-
-    Args:
-        accelerator: an AdpsgdAccelerator.
-        model: the model, from its prepare().
-        local_sgd_steps: without effect: exchanges keep nobody waiting, so there is no need to make them
-            rare. HVD_ADPSGD_EXCHANGES_PER_STEP sets how many there are.
-        enabled: False: leave out the mean at the exit. HVD_ADPSGD_AVERAGING=synchronous trains in step.
+    The optimizer that `accelerator`, an AdpsgdAccelerator, has prepared averages in every step, and keeps
+    nobody waiting: `local_sgd_steps` is without effect. enabled=False leaves out the mean.
 
     Raises:
         ConfigError: for another accelerator, whose learners do not average.
@@ -37,7 +23,7 @@ class AdpsgdLocalSGD:
         self,
         accelerator: Any,
         model: torch.nn.Module,
-        local_sgd_steps: int | None = None,
+        local_sgd_steps: Any = None,
         enabled: bool = True,
     ) -> None:
         if not isinstance(accelerator, AdpsgdAccelerator):
@@ -48,7 +34,7 @@ class AdpsgdLocalSGD:
         self.accelerator, self.model, self.enabled = accelerator, model, enabled
         self.local_sgd_steps, self.num_steps = local_sgd_steps, 0
 
-    def __enter__(self) -> AdpsgdLocalSGD:
+    def __enter__(self) -> Self:
         return self
 
     def step(self) -> None:

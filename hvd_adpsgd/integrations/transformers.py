@@ -29,9 +29,8 @@ class AdpsgdTrainingArguments(TrainingArguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # of earlier arguments, as Transformers does
+        # of earlier arguments, as Transformers does
+        AcceleratorState._reset_state(reset_partial_state=True)
         self.distributed_state = join_learners(cpu=self.use_cpu)
         device: torch.device = self.distributed_state.device
         self._n_gpu = int(device.type == "cuda")
