@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hvd_adpsgd.data.parts import Consumed, Parts
@@ -106,8 +106,8 @@ class Sharding:
         """Whether this learner is in an epoch."""
         return self.epoch is not None and not self._of(self.epoch).ended
 
-    def begin(self, epoch: int) -> None:
-        """Begin an epoch; the one before is over on this learner."""
+    def begin(self, epoch: int) -> Iterator[Ranges]:
+        """Begin an epoch, and return its steps; the epoch before is over on this learner."""
         with self._changed:
             self._samples_before = self._samples(self.step)
             if self.epoch is not None and self._is_leader:
@@ -121,6 +121,7 @@ class Sharding:
             if self._is_leader:
                 self.parts.begin(epoch)
             self._turn()
+        return iter(self.next, [])
 
     def next(self) -> Ranges:
         """Return this learner's positions of its next step; [] after the last."""

@@ -42,11 +42,13 @@ class _Dynamic:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        samples: int | None = None,
     ) -> None:
         self._length = dataset if isinstance(dataset, int) else len(dataset)
-        values = {"dataset": (self._length, 0), "batch_size": (batch_size, 1), "seed": (seed, 0)}
-        for name, (value, minimum) in values.items():
-            if type(value) is not int or value < minimum:
+        self._number = self._length if samples is None else samples
+        values = self._length, batch_size, seed, self._number
+        for name, value in zip(("dataset", "batch_size", "seed", "samples"), values, strict=True):
+            if type(value) is not int or value < (minimum := int(name == "batch_size")):
                 raise ConfigError(
                     f"{type(self).__name__}({name}={value!r}): give an integer of {minimum} or more."
                 )
@@ -66,6 +68,8 @@ class _Dynamic:
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which gives its order; without a call it is the next integer."""
         self.epoch = epoch
+        if self._sharding is None:
+            self._samples_before = max(self._samples_before, epoch * self._number)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and which positions of it no learner is known to have trained with.
@@ -88,26 +92,37 @@ class _Dynamic:
                 f"{self._identity}. Give the sampler the dataset and the arguments that it was saved with."
             )
         self.epoch = state["epoch"]
-        self._samples_before = self.epoch * self._length
+        self._samples_before = self.epoch * self._number
         if state["left"] is not None:
             self._rest[self.epoch] = Steps(1, 1)
             self._rest[self.epoch].append([(start, stop) for start, stop in state["left"]])
-            self._samples_before += self._length - count(state["left"])
+            self._samples_before += self._number - count(state["left"])
 
     def _progress(self) -> Progress:
         samples = self._samples_before + (self._sharding.samples() if self._sharding else 0)
-        return Progress(samples, samples / max(1, self._length))
+        return Progress(samples, samples / max(1, self._number))
 
     def _steps(self) -> Iterator[list[int]]:
         """Iterate over the indices of this learner's steps of the next epoch."""
         epoch = self.epoch
         self._require_usable(epoch)
-        sharding = self._sharding_of_world()
         self._begun.add(epoch)
         self.epoch = epoch + 1
-        sharding.begin(epoch)
-        while ranges := sharding.next():
+        waits = any(averaging.plan.in_step is not None for averaging in live())
+        steps = self._equal(epoch) if waits else self._sharding_of_world().begin(epoch)
+        for ranges in steps:
             yield [index for pair in ranges for index in self._indices(pair)]
+
+    def _equal(self, epoch: int) -> Iterator[Ranges]:
+        """Iterate over equally many steps on all learners, whose super learners wait for each other."""
+        world, first = worlds.current(), EPOCH * epoch
+        steps = Steps(world.size, self.batch_size, self.drop_last)
+        steps.append([(first, first + self._size(epoch))])
+        steps.ended, step = True, 0
+        while ranges := steps.of_step(step, world.rank):
+            yield ranges
+            self._samples_before += count(steps.made(step, step + 1))
+            step += 1
 
     def _require_usable(self, epoch: int) -> None:
         doing = f"{type(self).__name__}, epoch {epoch}"
@@ -121,12 +136,11 @@ class _Dynamic:
             )
         if worlds.is_initialized() and worlds.current().collectives.joining:
             raise WorldError(f"{doing}: this super learner has not joined. Call hvd.admit before.")
-        for averaging in live():
+        for averaging in live() if self._each == 0 else ():
             if averaging.plan.in_step is not None:
                 raise StrategyMismatchError(
-                    f"{doing}: with averaging={averaging.spec.strategy.spec()} super learners wait for each "
-                    "other in every round, so all must make the same number of steps. Use torch's "
-                    "DistributedSampler, or a strategy that never waits (random_pairs)."
+                    f"{doing}: with averaging={averaging.spec.strategy.spec()} all super learners must make "
+                    "the same number of steps. Use DynamicSampler, or a strategy without rounds."
                 )
 
     def _sharding_of_world(self) -> Sharding:
@@ -144,7 +158,7 @@ class _Dynamic:
         return self._sharding
 
     def _size(self, epoch: int) -> int:
-        return self._rest[epoch].number if epoch in self._rest else self._length
+        return self._rest[epoch].number if epoch in self._rest else self._number
 
     def _real(self, pair: tuple[int, int]) -> Ranges:
         """Return the positions in the whole epoch of positions in what was left of it when it began here."""
@@ -162,7 +176,7 @@ class _Dynamic:
         """Return how many steps an epoch has on a learner if all are equally fast."""
         world = worlds.current() if worlds.is_initialized() else None
         learners = 1 if world is None else world.super_size if self._each == 0 else world.size
-        return math.ceil(self._length / learners / self.batch_size)
+        return math.ceil(self._number / learners / self.batch_size)
 
 
 class DynamicSampler(_Dynamic, Sampler[int]):
@@ -175,6 +189,7 @@ class DynamicSampler(_Dynamic, Sampler[int]):
     learner. No step waits for another super learner, and all end the epoch within about a step of each other.
     What a super learner has not trained with when it fails goes to the others, if need be in the next epoch.
     The last step of a super learner of several learners is filled up by repeating an index.
+    With a strategy whose super learners wait for each other, all learners get equally many.
 
     All learners make their samplers in the same order, with the same arguments. Indices are claimed when the
     loader asks for them: its workers' prefetching counts as claimed.
@@ -185,10 +200,10 @@ class DynamicSampler(_Dynamic, Sampler[int]):
         shuffle: whether an epoch has a random order, which follows from `seed` and the epoch's number.
         seed: of the orders.
         drop_last: whether to leave out the last step of a super learner if it is short.
+        samples: number of indices of an epoch, at most all; the first ones of its order.
 
     Raises:
         ConfigError: for a value out of its range, and on iterating over an epoch twice.
-        StrategyMismatchError: on iterating, with a strategy whose super learners wait for each other.
         WorldError: on iterating before a joining super learner has called hvd.admit, or in a forked process.
         LearnerFailedError: on iterating, if a learner of this super learner has failed.
     """

@@ -108,12 +108,27 @@ def test_wrong_use_is_refused() -> None:
         list(sampler)
 
 
-def test_strategies_with_rounds_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = hvd.GossipPGA(period=3)
-    plan, spec = SimpleNamespace(in_step=object()), SimpleNamespace(strategy=strategy)
+@pytest.mark.parametrize("drops", [False, True])
+def test_with_rounds_all_make_equally_many_steps(
+    drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, spec = (
+        SimpleNamespace(in_step=object()),
+        SimpleNamespace(strategy=hvd.GossipPGA(period=3)),
+    )
     monkeypatch.setattr(dynamic_sampler, "live", lambda: [SimpleNamespace(plan=plan, spec=spec)])
+    steps = []
+    for rank in range(3):
+        world = SimpleNamespace(rank=rank, size=3)
+        monkeypatch.setattr(dynamic_sampler.worlds, "current", lambda world=world: world)
+        sampler = hvd.DynamicBatchSampler(40, batch_size=4, drop_last=drops, samples=32)
+        steps.append(list(sampler))
+        assert hvd.progress(sampler) == ((24, 0.75) if drops else (32, 1.0))
+    assert [list(map(len, own)) for own in steps] == [[4, 4, 3][: 3 - drops]] * 3
+    taken = [i for own in steps for step in own for i in step]
+    assert len(taken) == (24 if drops else 33) and len(set(taken)) == (24 if drops else 32)
     with pytest.raises(StrategyMismatchError, match="gossip_pga:period=3"):
-        list(hvd.DynamicSampler(3))
+        list(hvd.dynamic_shards(["a"]))
 
 
 @pytest.mark.parametrize("number", [0, 1, 11, 12, 13, 17])
