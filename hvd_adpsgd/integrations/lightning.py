@@ -6,13 +6,19 @@ Importing this module registers "hadpsgd". Lightning starts no process: a launch
 import contextlib
 import copy
 import functools
+import inspect
+import itertools
+import math
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Timer, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 import hvd_adpsgd.torch as hvd
@@ -29,6 +35,16 @@ class _Learners(ClusterEnvironment):
     world_size, global_rank = staticmethod(hvd.size), staticmethod(hvd.rank)
     local_rank, node_rank = staticmethod(hvd.local_rank), staticmethod(hvd.cross_rank)
     set_world_size = set_global_rank = staticmethod(lambda _: None)  # the launcher did
+
+
+class _Ahead(DataLoader[Any]):
+    """A loader that fetches one batch ahead, and so knows which is the last."""
+
+    def __iter__(self) -> Any:
+        batches = itertools.pairwise(itertools.chain(super().__iter__(), (self,)))
+        for self.number, (batch, following) in enumerate(batches, 1):
+            self.is_last = following is self
+            yield batch
 
 
 class AdpsgdStrategy(ParallelStrategy):
@@ -52,6 +68,8 @@ class AdpsgdStrategy(ParallelStrategy):
         hvd.init()
         super().__init__(cluster_environment=_Learners())
         self._options, self._mean, self._holds_mean = options, contextlib.ExitStack(), False
+        self._loader: Any = None  # of training data that speeds divide
+        self._scheduled = 0  # steps of the job that schedulers have made
         self._process_set: Any = None  # of reductions and gathers; None is all learners
 
     @property
@@ -68,6 +86,12 @@ class AdpsgdStrategy(ParallelStrategy):
             raise ConfigError("fully_shard: a checkpoint would be one part. Train without Trainer.")
         # with Lightning's handler of SIGTERM a super learner would fail; with that of hvd.init() it leaves
         trainer._signal_connector.register_signal_handlers = lambda: None
+        for of, name, hook in (
+            (trainer.fit_loop._data_source, "dataloader", self._request),
+            (trainer._data_connector, "_prepare_dataloader", self._prepare),
+            (trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._schedule),
+        ):
+            setattr(of, name, functools.partial(hook, getattr(of, name)))
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 metric.dist_sync_fn, metric.distributed_available_fn = _gather, hvd.is_initialized
@@ -76,6 +100,54 @@ class AdpsgdStrategy(ParallelStrategy):
                 plain = type(callback).on_save_checkpoint.__get__(callback)
                 callback.on_save_checkpoint = functools.partial(self._save_average, plain)
         super().setup(trainer)
+
+    def _request(self, plain: Any) -> Any:
+        self._loader, self._loaders = None, plain()
+        return self._loaders
+
+    def _prepare(self, plain: Any, given: Any, shuffle: bool, mode: Any) -> Any:
+        """Let speeds divide the training data, if learners wait for each other at ends of epochs alone."""
+        loader, trainer = plain(given, shuffle=shuffle, mode=mode), self.lightning_module.trainer
+        if mode != "train" or given is not self._loaders or _waits_in_epochs(trainer):
+            return loader
+        equal, batches = loader.sampler, loader.batch_sampler
+        if type(equal) is not DistributedSampler or type(batches) is not BatchSampler:
+            return loader
+        number, length = len(loader), len(loader.dataset)
+        number = _parse_num_batches(mode, number, trainer.limit_train_batches) * hvd.size()
+        sampler = hvd.DynamicSampler(
+            length, batch_size=batches.batch_size, drop_last=batches.drop_last, shuffle=equal.shuffle,
+            seed=equal.seed, samples=min(length, int(number * batches.batch_size)),
+        )  # fmt: skip
+        self._loader = _update_dataloader(loader, sampler, mode)
+        self._loader.__class__ = type("Ahead", (_Ahead, type(loader)), {})
+        return self._loader
+
+    def _count(self, loop: Any, loader: Any) -> None:
+        """Tell Lightning whether this batch is the epoch's last; count the job's steps in the epoch."""
+        progress, batch = loop.epoch_loop.batch_progress, loop.batch_idx + 1
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        progress.is_last_batch = loop._data_fetcher.done = loader.is_last
+        batches = batch if loader.is_last else max(loop.max_batches, batch + 1)
+        loop.max_batches = loop.trainer.val_check_batch = batches
+        if loader.number == 1:
+            self._before = steps.completed
+            self._scheduled = self._scheduled or loop.trainer.current_epoch * self._steps()
+        if loader.is_last:
+            steps.completed = self._before + self._steps() - 1
+
+    def _steps(self) -> int:  # of each learner in an epoch, if all are equally fast
+        return math.ceil(len(self._loader) / self.lightning_module.trainer.accumulate_grad_batches)
+
+    def _schedule(self, plain: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        """Step schedulers of steps as often as the job has, or a slow learner's rates would lag behind."""
+        times, loop = 1, self.lightning_module.trainer.fit_loop
+        how = interval, update_plateau_schedulers, loop._should_accumulate()
+        if self._loader is not None and how == ("step", False, False):
+            due = int(hvd.progress(self._loader.sampler).epochs * self._steps())
+            times, self._scheduled = due - self._scheduled, due
+        for _ in range(times):
+            plain(interval, update_plateau_schedulers)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -90,6 +162,8 @@ class AdpsgdStrategy(ParallelStrategy):
         self.set_world_ranks()
         passes = self.lightning_module.trainer.accumulate_grad_batches  # may change between epochs
         passes = self._options.get("backward_passes_per_step", passes)
+        if self._loader is not None:
+            self._count(self.lightning_module.trainer.fit_loop, self._loader)
         for optimizer in self.optimizers:
             optimizer._reducer.is_synchronized = False  # GradScaler may have skipped step()
             if optimizer.backward_passes_per_step != passes:
@@ -110,21 +184,16 @@ class AdpsgdStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
         def averaging_closure() -> Any:
             loss = closure()
-            if (
-                not optimizer._reducer.is_synchronized
-            ):  # averages the rest before it is unscaled and clipped
-                optimizer.synchronize()
+            if not optimizer._reducer.is_synchronized:
+                optimizer.synchronize()  # averages the rest before it is unscaled and clipped
             return loss
 
         with optimizer.skip_synchronize():
             return super().optimizer_step(optimizer, averaging_closure, *args, **kwargs)
 
     def on_train_end(self) -> None:
-        if (
-            self._averages
-        ):  # are the model now: a correction of an exchange would belong to another one
-            for optimizer in self.optimizers:
-                optimizer.close()
+        for optimizer in self.optimizers if self._averages else ():
+            optimizer.close()  # the averages are the model now, and corrections belong to another
         hvd.average_model(self.lightning_module)
 
     def teardown(self) -> None:
@@ -155,11 +224,8 @@ class AdpsgdStrategy(ParallelStrategy):
     def _save_average(self, plain: Any, trainer: Any, module: Any, checkpoint: Any) -> None:
         """Let a callback save the mean of its averages: `plain` puts their tensors in the checkpoint."""
         as_is, averages = self._holds_mean or self._is_alone, self._averages
-        with (
-            contextlib.nullcontext()
-            if as_is or not averages
-            else hvd.averaged(*averages, buffers=True)
-        ):
+        own = as_is or not averages
+        with contextlib.nullcontext() if own else hvd.averaged(*averages, buffers=True):
             plain(trainer, module, checkpoint)
             checkpoint["state_dict"] = copy.deepcopy(checkpoint["state_dict"])
 
@@ -199,6 +265,17 @@ class AdpsgdStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if not self._is_alone:
             hvd.barrier()
+
+
+def _waits_in_epochs(trainer: Any) -> bool:
+    """Whether all learners validate, save or end after a number of steps, or decide in each."""
+    saves = ("_every_n_train_steps", "_train_time_interval")  # of ModelCheckpoint
+    return (
+        any(isinstance(c, Timer) or any(vars(c).get(s) for s in saves) for c in trainer.callbacks)
+        or (trainer.max_steps, trainer.val_check_interval, trainer.overfit_batches) != (-1, 1.0, 0)
+        or trainer.check_val_every_n_epoch is None
+        or "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+    )
 
 
 def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

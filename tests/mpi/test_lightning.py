@@ -51,8 +51,11 @@ def check(learners: list[Facts], k: int) -> None:
         # the page's run, and how it resumes
         assert facts["page"] and facts["resumed"] and facts["momentum"], facts
         assert facts["first"] == [EPOCHS, EPOCHS * steps], facts
-        # steps
-        assert facts["steps"] == 2 * steps, facts
+        # steps: where super learner 1 waits for the end of an epoch in super learner 0, this makes more
+        rows = facts["shards"]
+        assert sum(rows) == 2 * ROWS == 2 * facts["data"], facts
+        more = {facts["steps"] > 2 * steps, rows[first] > rows[2 - first]}
+        assert more == {k < n and not first}, facts
         assert 0 <= facts["gradient"] < 1e-5 and 0 <= facts["own"] < 1e-5, facts
         assert 0 < facts["clipped"] < 1.001e-2, facts
         assert facts["same_inside"], facts
@@ -62,12 +65,11 @@ def check(learners: list[Facts], k: int) -> None:
         assert facts["at_epoch_end"] < 1e-6, facts
         assert facts["back"] and facts["after_fit"], facts
         # data and numbers
-        assert facts["shards"] == [2 * batches * BATCH] * n and facts["data"] == ROWS, facts
         assert (facts["gathered"], facts["gathered_held_out"]) == (k, n), facts
         assert facts["learner_step"] == pytest.approx(first + (k - 1) / 2), facts
         assert facts["learner_held_out"] == pytest.approx(n * (n - 1) / (2 * n - 1)), facts
-        for name in ("learner_epoch", "metric"):
-            assert facts[name] == pytest.approx((n - 1) / 2), (name, facts)
+        assert facts["metric"] == pytest.approx((n - 1) / 2), facts
+        assert facts["learner_epoch"] == learners[0]["learner_epoch"] <= (n - 1) / 2, facts
         assert facts["logs"] == [f"lightning_logs/version_{i}" for i in (0, 1)], facts
 
 
@@ -130,16 +132,36 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, k: int) -> None
     learners = case(tmp_path, "manual", k=k).checked().by_rank()
     for facts in learners:
         assert facts["same_inside"] and facts["same"] == learners[0]["same"], facts
-        assert facts["rates"] == pytest.approx([0.05 * 0.99**32] * 2), facts
+        assert facts["rates"] == pytest.approx([0.05 * 0.99 ** facts["steps"]] * 2), facts
     assert saved(tmp_path) == ALL_SAVED
+
+
+@pytest.mark.extended
+def test_a_slow_learner_gets_less(tmp_path: Path) -> None:
+    """Epochs take the time of the summed speeds; with equal numbers of steps it would be 2.5 times."""
+    learners = case(tmp_path, "slow", k=1).checked().by_rank()
+    steps = [facts["step_s"] for facts in learners]
+    ideal = sum(map(len, steps)) / sum(len(step_s) / sum(step_s) for step_s in steps)
+    taken = 0.0
+    for epoch in range(3):
+        rows = [row for facts in learners for row in facts["rows"][epoch]]
+        assert len(rows) == len(set(rows)) == 4 * 80 * 5  # limit_train_batches is of each learner
+        begins, ends = zip(*(facts["spans"][epoch] for facts in learners), strict=True)
+        assert max(ends) - min(ends) < 3 * max(steps[0])  # the loader is a batch ahead
+        taken += max(ends) - min(begins)
+    assert taken < 1.1 * ideal, (taken, ideal)
+    for facts in learners:  # files are named by the job's steps; schedules follow it, a second late
+        assert facts["best"].endswith("epoch=2-step=240.ckpt")
+        assert 0.8 * 240 < facts["scheduled"][-1] <= 240, facts["scheduled"]
 
 
 @pytest.mark.extended
 def test_early_stopping_and_a_sharded_module(tmp_path: Path) -> None:
     learners = case(tmp_path, "stopped").checked().by_rank()
     for facts in learners:
-        assert facts["epochs"] == 3 and facts["steps"] == 3 * 8, facts
+        assert facts["epochs"] == 3, facts
         assert "fully_shard" in facts["refused"] and "without Trainer" in facts["refused"], facts
+    assert sum(facts["steps"] for facts in learners) == 4 * 3 * 8
     assert saved(tmp_path) == ALL_SAVED - {"epoch=3.ckpt"}
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,36 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
+
+
+class Slow(Net):
+    """Learner 0 needs three times as long. Notes rows, times of steps and epochs, counts of schedules."""
+
+    def on_train_start(self) -> None:
+        self.rows, self.step_s, self.spans, self.scheduled = [], [], [], []
+
+    def on_train_epoch_start(self) -> None:
+        self.spans.append([time.monotonic()])
+        self.rows.append([])
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.at = time.monotonic()
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        self.rows[-1] += batch[0][:, 0].int().tolist()
+        time.sleep(0.15 if hvd.rank() == 0 else 0.05)
+        return self.loss([batch[0] / 1e6, 1.0])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.step_s.append(time.monotonic() - self.at)
+        self.spans[-1][1:] = [time.monotonic()]
+        self.scheduled.append(self.lr_schedulers().last_epoch)  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Fails(Net):
@@ -115,7 +146,7 @@ class Sharded(Net):
         torch.distributed.fsdp.fully_shard(self)
 
 
-def fit(model: Net, ckpt_path: Any = None, batches: int | None = None, **arguments: Any) -> Any:
+def fit(model: Net, ckpt_path: Any = None, data: Any = DATA, **arguments: Any) -> Any:
     arguments.setdefault("callbacks", []).append(
         ModelCheckpoint(SAVED, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
     )
@@ -123,7 +154,6 @@ def fit(model: Net, ckpt_path: Any = None, batches: int | None = None, **argumen
     trainer = lightning.Trainer(
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, **arguments
     )
-    data = DATA if batches is None else torch.utils.data.Subset(DATA, range(5 * batches))
     load = torch.utils.data.DataLoader
     trainer.fit(model, load(data, 5), load(DATA, 10), ckpt_path=ckpt_path)
     return trainer
@@ -162,7 +192,8 @@ def manual() -> None:
 def uneven() -> None:
     hvd.init()
     model = Uneven()
-    trainer = fit(model, batches=4 + 2 * hvd.rank(), use_distributed_sampler=False)
+    data = torch.utils.data.Subset(DATA, range(5 * (4 + 2 * hvd.rank())))
+    trainer = fit(model, data=data, use_distributed_sampler=False)
     say(**told(model, trainer))
 
 
@@ -177,6 +208,15 @@ def resumed() -> None:
     trainer = fit(model, last)
     begins = model.first == digest(state.values())
     say(**told(model, trainer), counted=trainer.global_step, begins=begins)
+
+
+def slow() -> None:
+    """Three epochs, each of 1600 other rows of 2000; files are named by the step."""
+    model, rows = Slow(), torch.arange(2000.0).unsqueeze(1).expand(-1, 6)
+    data, named = torch.utils.data.TensorDataset(rows, rows), ModelCheckpoint(SAVED / "named")
+    trainer = fit(model, data=data, max_epochs=3, limit_train_batches=80, callbacks=[named])
+    notes = {name: getattr(model, name) for name in ("rows", "step_s", "spans", "scheduled")}
+    say(**told(model, trainer), **notes, best=named.best_model_path)
 
 
 def stopped() -> None:
@@ -213,17 +253,11 @@ def ema() -> None:
         model, callbacks=[callback, ModelCheckpoint(SAVED, "step{step}", every_n_train_steps=3)]
     )
     files = {path.name: torch.load(path, weights_only=True) for path in SAVED.glob("*.ckpt")}
-    both = [
-        digest([state["state_dict"][k] for k, _ in model.named_parameters()])
-        for state in files.values()
-    ]
-    epochs = [both[i] for i, name in enumerate(files) if name.startswith("epoch")]
-    say(
-        **told(model, trainer),
-        seen=model.seen,
-        saved=epochs,
-        own=digest(callback._average_model.parameters()),
-    )
+    names = [name for name, _ in model.named_parameters()]
+    states = [file["state_dict"] for name, file in files.items() if name.startswith("epoch")]
+    epochs = [digest([state[name] for name in names]) for state in states]
+    own = digest(callback._average_model.parameters())
+    say(**told(model, trainer), seen=model.seen, saved=epochs, own=own)
 
 
 def strategies() -> None:
@@ -250,4 +284,5 @@ def strategies() -> None:
 torch.set_num_threads(1)
 os.chdir(SAVED)
 {"killed": fails, "raises": fails, "preempted": fails, "manual": manual, "uneven": uneven,
- "resumed": resumed, "strategies": strategies, "stopped": stopped, "ema": ema}[sys.argv[1]]()  # fmt: skip
+ "resumed": resumed, "slow": slow, "strategies": strategies, "stopped": stopped,
+ "ema": ema}[sys.argv[1]]()  # fmt: skip
