@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import concurrent.futures
-import math
 import os
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_adpsgd.torch as hvd
 
@@ -71,7 +70,7 @@ def train(config: dict[str, Any]) -> None:
     x = torch.randn(5000, 20, generator=torch.Generator().manual_seed(0))
     y = (x.square().sum(1) > 20).long()
     data, (x, y) = TensorDataset(x[:4000], y[:4000]), (x[4000:], y[4000:])
-    sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
+    sampler = hvd.DynamicSampler(data, batch_size=50)
     device = get_device()
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
@@ -88,12 +87,6 @@ def train(config: dict[str, Any]) -> None:
         first = saved["epoch"] + 1
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-    @hvd.on_membership_change
-    def divide(ranks: tuple[int, ...]) -> None:
-        sampler.rank, sampler.num_replicas = ranks.index(hvd.rank()), len(ranks)
-        sampler.num_samples = math.ceil(len(data) / len(ranks))
-        sampler.total_size = sampler.num_samples * len(ranks)
-
     epoch = hvd.admit(model, optimizer, state=None)
     if hvd.listener():  # of a leader
         ray.get(job.tell.remote(number, hvd.listener()))
@@ -107,16 +100,16 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
             optimizer.step()
+        stops = hvd.allgather_object((folder / "stop").exists())
         with hvd.averaged(model), torch.no_grad():
             loss = cross_entropy(model(x.to(device)), y.to(device)).item()
             if hvd.is_coordinator():
                 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(states | {"epoch": epoch}, folder / "new.pt")
                 os.replace(folder / "new.pt", folder / "last.pt")
-                print(f"epoch {epoch}: held-out loss {loss:.4f}, {sampler.num_replicas} learners")
+                print(f"epoch {epoch}: held-out loss {loss:.4f}, {len(stops)} learners")
         ray.train.report({"epoch": epoch, "loss": loss})
-        is_last = any(hvd.allgather_object((folder / "stop").exists()))
-        epoch = hvd.admit(model, optimizer, state=config["epochs"] if is_last else epoch + 1)
+        epoch = hvd.admit(model, optimizer, state=config["epochs"] if any(stops) else epoch + 1)
     hvd.shutdown()
 
 
