@@ -35,21 +35,25 @@ def test_same_inside_in_every_case() -> None:
         require_trained(said, 4)
 
 
+def with_sgd(np: int) -> tuple[list[Facts], list[Facts]]:
+    """What learners said under plain Horovod, and under this library with torch inside."""
+    ([plain], _), ([ours], _) = (
+        like_horovod(np, "horovod.torch"), like_horovod(np, "hvd_adpsgd.torch", **INNER)
+    )  # fmt: skip
+    return ([x for x in plain if x["name"] == "SGD"], [x for x in ours if x["name"] == "SGD"])
+
+
 def test_synchronous_training_is_horovods() -> None:
     """Of two learners to the bit: a sum of two numbers has one value."""
-    plain, _ = like_horovod(2, "horovod.torch")
-    ours, _ = like_horovod(2, "hvd_adpsgd.torch", **INNER)
-    assert [facts["SGD bits"] for facts in ours] == [facts["SGD bits"] for facts in plain]
-    assert [facts["SGD losses"] for facts in ours] == [facts["SGD losses"] for facts in plain]
+    for theirs, mine in zip(*with_sgd(2), strict=True):
+        assert (mine["bits"], mine["losses"]) == (theirs["bits"], theirs["losses"])
 
 
 def test_synchronous_training_of_four_is_horovods_to_rounding() -> None:
     """The order of a sum of more than two gradients is not Horovod's, and differs from run to run."""
-    plain, _ = like_horovod(4, "horovod.torch")
-    ours, _ = like_horovod(4, "hvd_adpsgd.torch", **INNER)
-    for mine, theirs in zip(ours, plain, strict=True):
-        losses, expected = ([*map(float.fromhex, its["SGD losses"])] for its in (mine, theirs))
-        assert losses == pytest.approx(expected, rel=1e-5)
+    for facts in zip(*with_sgd(4), strict=True):
+        theirs, mine = ([*map(float.fromhex, each["losses"])] for each in facts)
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 def test_what_the_root_broadcasts_is_written_into_what_is_held() -> None:

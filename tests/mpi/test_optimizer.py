@@ -166,32 +166,23 @@ def test_mean_moves_by_gradients_only(np: int, k: int, names: tuple[str, ...]) -
             assert facts["same"], "learners of a super learner differ"
 
 
-def like_horovod(np: int, *args: str, **env: str) -> tuple[list[Facts], str]:
-    result = launch(np, "like_horovod.py", *args, **env)
-    return result.by_rank(), result.stderr
+def like_horovod(np: int, *ways: str, **env: str) -> tuple[list[list[Facts]], str]:
+    """What the learners said of each way, and what was logged."""
+    result = launch(np, "like_horovod.py", *ways, **env)
+    cases = result.by_case()
+    assert all(len(cases[way]) == 2 * np for way in ways), result.report()
+    return [[{**facts, "case": None} for facts in cases[way]] for way in ways], result.stderr
 
 
-def test_one_super_learner_is_plain_horovod() -> None:
-    plain, _ = like_horovod(2, "horovod.torch")
-    ours, stderr = like_horovod(2, "hvd_adpsgd.torch")
-    assert len(ours) == 2
-    assert ours == plain
-    lines = [line for line in stderr.splitlines() if "nothing to average" in line]
-    assert len(lines) == 1, stderr
-    assert "HVD_ADPSGD_SUPER_LEARNER_SIZE=k" in lines[0]
-
-
-def test_synchronous_is_plain_horovod() -> None:
+def test_one_super_learner_and_synchronous_are_plain_horovod() -> None:
     np = 4 if horovod_inside() else 2  # more have sums in another order than Horovod's
-    plain, _ = like_horovod(np, "horovod.torch")
-    named, _ = like_horovod(
-        np, "hvd_adpsgd.torch", **{SIZE: "1", "HVD_ADPSGD_AVERAGING": "synchronous"}
-    )
-    given, stderr = like_horovod(np, "hvd_adpsgd.torch", "Synchronous", **{SIZE: "1"})
-    assert len(plain) == np
-    assert named == plain
-    assert given == plain
-    assert "nothing to average" not in stderr
+    ours = f"hvd_adpsgd.torch {SIZE}="
+    ways = f"{ours}{np}", f"{ours}1 HVD_ADPSGD_AVERAGING=synchronous", f"{ours}1 Synchronous"
+    (plain, _), (found, stderr) = like_horovod(np, "horovod.torch"), like_horovod(np, *ways)
+    assert found == plain * 3
+    lines = [line for line in stderr.splitlines() if "nothing to average" in line]
+    assert len(lines) == 1, "of one super learner that nobody asked for"
+    assert "HVD_ADPSGD_SUPER_LEARNER_SIZE=k" in lines[0]
 
 
 def horovod_script(

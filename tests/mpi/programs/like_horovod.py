@@ -1,25 +1,38 @@
-"""Twenty steps with SGD and with Adam, under horovod.torch or hvd_adpsgd.torch (first argument).
+"""Twenty steps with SGD and with Adam, under horovod.torch or hvd_adpsgd.torch.
 
-Says every loss and the bits of the final parameters. Second argument: strategy, as an argument of
-DistributedOptimizer. With TEST_INNER=torch no optimizer state is broadcast: Horovod's broadcast makes a step.
+Arguments: ways to train, one after the other. A way is a module, variables for its init(), and a strategy for
+DistributedOptimizer. Says every loss and the bits of the final parameters.
+With TEST_INNER=torch no optimizer state is broadcast: Horovod's broadcast makes a step.
 """
 
 import hashlib
 import importlib
-import json
 import os
 import sys
+from typing import Any
 
 import torch
+from learner import say
 
-hvd = importlib.import_module(sys.argv[1])
-arguments = {"averaging": getattr(hvd, sys.argv[2])()} if len(sys.argv) > 2 else {}
 
-hvd.init()
-for name, kind, options in (
-    ("SGD", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    ("Adam", torch.optim.Adam, {"lr": 0.01}),
-):
+def train(way: str) -> None:
+    module, *words = way.split()
+    hvd = importlib.import_module(module)
+    os.environ.update(word.split("=") for word in words if "=" in word)
+    strategy = [getattr(hvd, word)() for word in words if "=" not in word]
+    hvd.init()
+    for name, kind, options in (
+        ("SGD", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        ("Adam", torch.optim.Adam, {"lr": 0.01}),
+    ):
+        arguments = {"averaging": strategy[0]} if strategy else {}
+        say(case=way, rank=hvd.rank(), name=name, **steps(hvd, kind, options, arguments))
+    hvd.shutdown()
+    for word in words:
+        os.environ.pop(word.partition("=")[0], None)
+
+
+def steps(hvd: Any, kind: Any, options: dict[str, float], arguments: dict[str, Any]) -> Any:
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(
         torch.nn.Linear(9, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
@@ -40,10 +53,8 @@ for name, kind, options in (
         optimizer.step()
         losses.append(loss.item())
     bits = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
-    facts = {
-        "rank": hvd.rank(),
-        f"{name} losses": [loss.hex() for loss in losses],
-        f"{name} bits": hashlib.sha256(bits).hexdigest(),
-    }
-    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-        out.write(f"\n@learner {json.dumps(facts)}\n".encode())
+    return {"losses": [loss.hex() for loss in losses], "bits": hashlib.sha256(bits).hexdigest()}
+
+
+for way in sys.argv[1:]:
+    train(way)
