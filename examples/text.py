@@ -6,8 +6,7 @@
     python examples/text.py --data my.txt other.txt                 # one learner, another text
 
 Without --data the text is the source of Python's standard library. With HVD_ADPSGD_SUPER_LEARNER_SIZE=1 each
-learner of one machine is a super learner. A slow learner makes fewer steps than the others; with --equal,
-which strategies with rounds need, all make equally many. Needs torch and hvd_adpsgd only.
+learner of one machine is a super learner. Needs torch and hvd_adpsgd only.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=1.0, help="largest norm of the gradient (default: 1)")
     add("--every", type=int, default=50, help="steps between evaluations (default: 50)")
     add("--seed", type=int, default=0)
-    add("--equal", action="store_true", help="equal shares for all learners, as plain Horovod has")
     add("--horovod", action="store_true", help="plain Horovod in place of hvd_adpsgd")
     options = parser.parse_args(argv)
     for name in ("steps", "batch", "passes", "length", "layers", "every"):
@@ -219,10 +217,9 @@ def train(hvd: ModuleType, options: argparse.Namespace) -> None:
     per_step = options.batch * options.passes * hvd.size()  # sequences of all learners
     # what learners draw until the next evaluation: sizes count, not the indices
     drawn: Any = [range(options.batch)] * (options.every * options.passes)
-    equal = options.equal or options.horovod
-    if not equal:
+    if not options.horovod:
         drawn = hvd.DynamicBatchSampler(options.every * per_step, batch_size=options.batch)
-    job = float if equal else lambda _: hvd.progress().samples / per_step
+    job = float if options.horovod else lambda _: hvd.progress().samples / per_step
     scheduler = cosine(optimizer, options.warm_up, options.steps, job)
     cast = autocast(device)
     random = torch.Generator().manual_seed(options.seed * 100_003 + hvd.rank())

@@ -119,7 +119,7 @@ def training(kind: Kind, seed: int, options: argparse.Namespace) -> launch.Train
         seed,
         options.out / "runs" / f"{kind.name}-{seed}",
         learners=1 if kind.scheme == "single" else LEARNERS,
-        options=("--epochs", str(epochs), *DISTURBANCES[kind.situation], *["--dynamic"] * ours),
+        options=("--epochs", str(epochs), *DISTURBANCES[kind.situation]),
         variables={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"} if ours else {},
         may_fail=killed,
     )

@@ -6,7 +6,8 @@
     horovodrun -np 4 python -m examples.acoustic_model.train --strategy random_ring:seed=3   any spec
 
 With HVD_ADPSGD_SUPER_LEARNER_SIZE=2 four learners form two super learners.
-All strategies see the same number of samples; with --dynamic a slow learner takes fewer of them.
+All strategies see the same number of samples; under the library a slow learner takes fewer of them, unless
+its strategy waits.
 --batch and --lr are those of one learner; the rate is multiplied by the number of learners (or by --scale)
 after a linear warm-up, so that `single` is the baseline with the batch and rate of one learner. `--schedule
 papers` warms up over 5/8 of the epochs, as the papers did over 10 of 16; then the rate falls by 1/sqrt(2) per
@@ -76,7 +77,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--hidden", type=int, help="cells per direction, or width of a layer")
     add("--activation", choices=tuple(ACTIVATIONS), help="activation of a DNN (default: sigmoid)")
     add("--init", type=Path, metavar="FILE", help="hidden layers of a DNN, written by pretrain_rbm")
-    add("--dynamic", action="store_true", help="hvd.DynamicBatchSampler divides each epoch")
     add(
         "--slow",
         type=disturbance,
@@ -109,11 +109,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise Problem(
             f"--combine {options.combine} with --strategy {options.strategy}: there is one model only; "
             "leave --combine out"
-        )
-    if options.dynamic and strategy.waits(options.strategy):
-        raise Problem(
-            f"--dynamic with --strategy {options.strategy}: its learners make equal numbers of steps; "
-            "leave --dynamic out"
         )
     options.out = options.out or Path("out/runs") / strategy.folder_name(options.strategy)
     return options
@@ -275,7 +270,8 @@ class Trainer:
             )
         self.slowdown = self._chosen(options.slow, 1.0)
         self.lifetime = self._chosen(options.kill, math.inf)
-        if options.dynamic:
+        self.is_divided = hasattr(hvd, "DynamicBatchSampler")  # by speed; plain Horovod has none
+        if self.is_divided:
             batches = self.sampler = hvd.DynamicBatchSampler(
                 self.train, batch_size=options.batch, seed=options.seed
             )
@@ -323,9 +319,6 @@ class Trainer:
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.progress = hvd.broadcast_object(self.progress, root_rank=0)
-        if options.dynamic:  # hvd.progress() continues
-            state = self.sampler.state_dict() | {"epoch": self.progress["epoch"]}
-            self.sampler.load_state_dict(state)
 
     def settings(self) -> dict:
         """Return the settings in which a checkpoint must agree with this run to be continued."""
@@ -333,7 +326,7 @@ class Trainer:
         rates = ("lr", "scale", "momentum", "schedule", "warmup", "anneal")
         chosen = {name: getattr(self.options, name) for name in (*run, *rates)}
         chosen["init"] = str(self.options.init)
-        chosen |= {"learners": self.hvd.size(), "dynamic": self.options.dynamic}
+        chosen |= {"learners": self.hvd.size()}
         return chosen | asdict(self.model.shape)
 
     def epoch(self, epoch: int) -> float | None:
@@ -344,7 +337,7 @@ class Trainer:
         with _bar(self.hvd, steps, epoch) as bar:
             for done, (frames, labels) in enumerate(self.loader, start=1):
                 now = epoch + (done - 1) / steps
-                if self.options.dynamic:  # what others did is known a second later
+                if self.is_divided:  # what others did is known a second later
                     now = max(epoch, self.hvd.progress(self.sampler).epochs)
                 if now >= self.lifetime:
                     self._die(now, time.perf_counter() - began)
@@ -373,7 +366,7 @@ class Trainer:
         return loss.item()
 
     def _set_rate(self, epoch: float) -> None:
-        """Set the rate at an epoch of the job: with --dynamic a slow learner has the rate of the others."""
+        """Set the rate at an epoch of the job: a slow learner has the rate of the others."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate(self.options, self.hvd.size(), epoch)
 

@@ -21,15 +21,6 @@ from examples.acoustic_model.speech.problem import Problem
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("strategy", ["ssgd", "single", "noloco:period=5", "synchronous"])
-def test_a_dynamic_division_is_refused_where_learners_wait_for_each_other(strategy: str) -> None:
-    with pytest.raises(
-        Problem, match=f"^--dynamic with --strategy {strategy}: .* leave --dynamic out"
-    ):
-        script.arguments(["--dynamic", "--strategy", strategy])
-    assert script.arguments(["--dynamic", "--strategy", "fixed_ring"]).dynamic
-
-
 @pytest.mark.parametrize("value", ["3", "3:", ":2", "-1:2", "3:0", "3:nan", "3:x"])
 def test_a_disturbance_that_cannot_be_read_is_refused(value, capsys) -> None:
     with pytest.raises(SystemExit):
