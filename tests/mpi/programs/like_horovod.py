@@ -21,6 +21,8 @@ def train(way: str) -> None:
     os.environ.update(word.split("=") for word in words if "=" in word)
     strategy = [getattr(hvd, word)() for word in words if "=" not in word]
     hvd.init()
+    if hvd.rank() == 0:
+        print("way", way, file=sys.stderr, flush=True)
     for name, kind, options in (
         ("SGD", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
         ("Adam", torch.optim.Adam, {"lr": 0.01}),
