@@ -1,5 +1,6 @@
 """The engine by itself: nothing lost, little memory, no time wasted, errors said, exchanges cut short."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,22 @@ def test_64_engines_for_a_minute_lose_nothing() -> None:
     assert found["engines"] == 64 and found["seconds"] >= 60 and found["pss_mib"] < 100, found
 
 
-@pytest.mark.parametrize("way", [SHARED, SENT])
-def test_tensors_may_be_added_while_exchanges_run(way: tuple[str, ...]) -> None:
-    said = learners(3, "quiet.py", "--grow", *way)
-    for facts in said:
-        assert facts["worst"] <= 1e-12, said
-        assert facts["chunks"] > 100, said
+@functools.cache
+def quiet(n: int, runs: str) -> list[list[dict[str, Any]]]:
+    """What the learners said in each run of quiet.py, by rank."""
+    result = run_learners(n, PROGRAMS / "quiet.py", args=runs.split()).checked()
+    return list(result.by_case().values())
+
+
+IN_PAIRS = "--idle --wire mpi --then --idle --wire tcp --then --elsewhere"
+IN_THREES = "--grow --then --grow --no-share --then --stale 1000 --until 2 --then --stale 2"
+
+
+def test_tensors_may_be_added_while_exchanges_run() -> None:
+    for said in quiet(3, IN_THREES)[:2]:  # shared, and sent
+        for facts in said:
+            assert facts["worst"] <= 1e-12, said
+            assert facts["chunks"] > 100, said
 
 
 @pytest.mark.parametrize(
@@ -101,12 +112,12 @@ def test_memory_is_a_mirror_and_slots_on_leaders_and_none_elsewhere(
     assert leaders * (1 + slots) * mib < host <= most, said
 
 
-@pytest.mark.parametrize("wire", ["mpi", "tcp"])
-def test_an_idle_engine_sleeps_10_ms_between_turns(wire: str) -> None:
+@pytest.mark.parametrize("wire", [0, 1], ids=["mpi", "tcp"])
+def test_an_idle_engine_sleeps_10_ms_between_turns(wire: int) -> None:
     """A hundred turns per second of some microseconds each, and some more for messages: less than a hundredth
     of a core. A busy machine makes turns longer, and never more.
     """
-    said = learners(2, "quiet.py", "--idle", "--wire", wire)
+    said = quiet(2, IN_PAIRS)[wire]
     assert all(facts["exchanges"] > 0 for facts in said)
     assert all(0 < facts["turns_per_s"] < 150 for facts in said), said
     assert all(facts["sleeps"] for facts in said), said
@@ -118,8 +129,7 @@ def oldest(staleness: list[int]) -> int:
 
 
 def test_max_staleness_bounds_the_age_of_corrections() -> None:
-    free = learners(3, "quiet.py", "--stale", 1000, "--until", 2)
-    bounded = learners(3, "quiet.py", "--stale", 2)
+    *_, free, bounded = quiet(3, IN_THREES)
     assert max(oldest(facts["staleness"]) for facts in free) > 2, "nothing to bound"
     assert sum(facts["exchanges"] for facts in bounded) > 0, bounded
     for facts in bounded:
@@ -135,7 +145,7 @@ def test_a_warning_of_each_that_cannot_go_on_also_of_one_soon_after_the_other() 
 
 def test_a_model_cut_differently_is_an_error_and_no_crash() -> None:
     """Chunks of another size than the peer's are not even asked for: no buffer gets more than it holds."""
-    said = learners(2, "quiet.py", "--elsewhere")
+    said = quiet(2, IN_PAIRS)[2]
     errors = {facts["error"] for facts in said}
     assert "ModelMismatchError" in errors, said
     assert errors <= {"ModelMismatchError", None}, said

@@ -11,14 +11,14 @@ fourier (the slowest mode of the fixed ring) on, or from fresh models each time 
 squared distance to the mean per super learner and number: kappa. Also that of the mean from the
 sum of all noise, relative.
 
-Learner 0 says what is given, per strategy.
+Learner 0 says what is given, per strategy. Several runs, one after the other: --then between them.
 """
 
 import argparse
 from typing import Any
 
 import numpy as np
-from engines import Driven, say
+from engines import Driven, runs, say
 from mpi4py import MPI
 
 from hvd_adpsgd.collectives.of_communicator import wait
@@ -33,19 +33,20 @@ def main() -> None:
     parser.add_argument("--start", choices=("normal", "fourier"), default="normal")
     parser.add_argument("--size", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    result: dict[str, Any] = {}
-    for spec in args.strategy:
-        run = Run(MPI.COMM_WORLD, spec, args.size, args.seed)
-        if args.lockstep:
-            result[spec] = run.lockstep(args.lockstep)
-        elif args.factors:
-            result[spec] = run.factors(args.factors, args.start)
-        else:
-            result[spec] = run.kappa(args.kappa, args.burn_in)
-        run.driven.engine.stop()
-    if MPI.COMM_WORLD.rank == 0:
-        say(MPI.COMM_WORLD, **result)
+    for number, words in runs():
+        args = parser.parse_args(words)
+        result: dict[str, Any] = {}
+        for spec in args.strategy:
+            run = Run(MPI.COMM_WORLD, spec, args.size, args.seed)
+            if args.lockstep:
+                result[spec] = run.lockstep(args.lockstep)
+            elif args.factors:
+                result[spec] = run.factors(args.factors, args.start)
+            else:
+                result[spec] = run.kappa(args.kappa, args.burn_in)
+            run.driven.engine.stop()
+        if MPI.COMM_WORLD.rank == 0:
+            say(MPI.COMM_WORLD, case=number, **result)
 
 
 class Run:

@@ -5,6 +5,7 @@ stale: trains with max_staleness S while a big model keeps exchanges long; gives
     it trains until a correction was staler than U steps.
 grow: tensors are added while exchanges run; gives the error of the mean.
 elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives what is raised.
+Several runs, one after the other: --then between them.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from engines import DEADLINE_S, Driven, say
+from engines import DEADLINE_S, Driven, runs, say
 from mpi4py import MPI
 
 from hvd_adpsgd.errors import AdpsgdError
@@ -33,12 +34,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--wire", default="mpi")
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
-    args = parser.parse_args()
-    run = Run(args)
-    ways = {"idle": run.idle, "grow": run.grow, "elsewhere": run.elsewhere}
-    facts = next((way for name, way in ways.items() if getattr(args, name)), run.stale)()
-    run.engine.stop()
-    say(run.comm, **facts)
+    for number, words in runs():
+        args = parser.parse_args(words)
+        run = Run(args)
+        ways = {"idle": run.idle, "grow": run.grow, "elsewhere": run.elsewhere}
+        facts = next((way for name, way in ways.items() if getattr(args, name)), run.stale)()
+        run.engine.stop()
+        say(run.comm, case=number, **facts)
 
 
 def seen(condition: Callable[[], bool]) -> bool:
