@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.launcher import run_learners
 
 
-@pytest.mark.parametrize("same_host", ["memory", "mpi"])
-def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
+def test_tensors_that_are_never_averaged_are_named_once() -> None:
     """Values above 65504 do not fit into a float16 wire: their chunks are left out, and their peers' too.
 
     Nor does half of their difference, which is all that peers of one host exchange.
@@ -16,35 +13,33 @@ def test_tensors_that_are_never_averaged_are_named_once(same_host: str) -> None:
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
+        from hvd_adpsgd.config import Config
         from tests.mpi.programs.learner import heard, wrap
-        hearing = heard()
-        told = hearing.__enter__()
-        hvd.init()
-        rank = hvd.rank()
-        model = torch.nn.ParameterDict({
-            "small": torch.nn.Parameter(torch.ones(16384)),  # 64 KiB: a chunk
-            "huge": torch.nn.Parameter(torch.full((16384,), 1e5 + 3e5 * rank)),
-        })
-        optimizer = wrap(model, lambda ps: torch.optim.SGD(ps, lr=0.0))
-        ends = time.monotonic() + 60
-        left_out = lambda: [line for line in told if "left out" in line]
-        for step in range(10**6):
-            if left_out() and step > 50:
-                break
-            assert time.monotonic() < ends
-            optimizer.zero_grad()
-            sum(p.sum() for p in model.values()).backward()
-            optimizer.step()
-        hvd.shutdown()
-        say(rank=rank, told=left_out())
+        for way in ("memory", "mpi"):
+            with heard() as told:
+                config = Config(wire_dtype="float16", super_learner_size=1, chunk_kib=64, same_host=way)
+                hvd.init(config=config)
+                rank = hvd.rank()
+                model = torch.nn.ParameterDict({
+                    "small": torch.nn.Parameter(torch.ones(16384)),  # 64 KiB: a chunk
+                    "huge": torch.nn.Parameter(torch.full((16384,), 1e5 + 3e5 * rank)),
+                })
+                optimizer = wrap(model, lambda ps: torch.optim.SGD(ps, lr=0.0))
+                ends = time.monotonic() + 60
+                left_out = lambda: [line for line in told if "left out" in line]
+                for step in range(10**6):
+                    if left_out() and step > 50:
+                        break
+                    assert time.monotonic() < ends
+                    optimizer.zero_grad()
+                    sum(p.sum() for p in model.values()).backward()
+                    optimizer.step()
+                hvd.shutdown()
+                say(case=way, rank=rank, told=left_out())
     """
-    env = {
-        "HVD_ADPSGD_SUPER_LEARNER_SIZE": "1",
-        "HVD_ADPSGD_WIRE_DTYPE": "float16",
-        "ADPSGD_CHUNK_KIB": "64",
-        "ADPSGD_SAME_HOST": same_host,
-    }
-    for facts in run_learners(2, program, env=env).checked().by_rank():
+    said = run_learners(2, program).checked().said
+    assert len(said) == 4
+    for facts in said:
         (line,) = facts["told"]
         assert "with tensors huge: on this super learner or on the peer" in line
         assert "not finite in float16" in line
