@@ -14,15 +14,7 @@ from hvd_adpsgd.polling import polls
 
 
 def wait(request: Any, ends: float | None = None) -> bool:
-    """Complete an mpi4py request; sleeps between polls, so that a waiting learner frees its core.
-
-    Args:
-        request: the caller must keep its buffers alive.
-        ends: deadline, of time.monotonic; polls at least once. None: no deadline.
-
-    Returns:
-        Whether the request is complete.
-    """
+    """Whether an mpi4py request is complete by `ends`; sleeps between polls, which frees the core."""
     return any(request.Test() for _ in polls(ends))
 
 

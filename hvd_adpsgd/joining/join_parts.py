@@ -74,14 +74,8 @@ def exchange_parts(
 ) -> None:
     """Give the joining super learner's learners their parts; all learners call it while averaging pauses.
 
-    Does nothing for a model that is not sharded.
-
-    Args:
-        world: the World that includes the joining super learner.
-        model: the model.
-        averagings: the Averaging of each optimizer, in one order on all learners.
-        source: super_rank of the super learner that gives the optimizer's state.
-        joins: super_rank of the joining super learner.
+    Does nothing for a model that is not sharded. `source` and `joins` are super_ranks; `world` includes the
+    joining super learner. The order of `averagings` is the same on all learners.
     """
     named = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_sharded(tensor)]
     moments = [m for averaging in averagings for m in averaging.rule.moments() if is_sharded(m)]

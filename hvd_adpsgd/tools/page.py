@@ -38,16 +38,7 @@ class _Chart(NamedTuple):
 
 
 def page(run: Run, now_s: float, plotly_js: bool | str = True) -> str:
-    """Return the page of a run as HTML.
-
-    Args:
-        run: the record of the run.
-        now_s: the time for which states are shown (time.time).
-        plotly_js: True: the page contains plotly's script; else the script's URL.
-
-    Raises:
-        MissingRequirementError: if plotly is not installed.
-    """
+    """Return the page of a run at `now_s` as HTML; it contains plotly's script, or has the URL of one."""
     _require_plotly()
     text: str = _figure(run, now_s).to_html(include_plotlyjs=plotly_js)
     return text

@@ -164,14 +164,7 @@ super_learner = horovod.global_process_set  # each super learner runs a Horovod 
 def inner_process_set(process_set: Any, doing: str) -> Any | None:
     """Return Horovod's process set for an operation; None if the operation is over several super learners.
 
-    Args:
-        process_set: the `process_set` argument of the operation.
-        doing: name of the operation, for messages.
-
-    Raises:
-        NotInitializedError: before init().
-        InnerOnlyError: with several super learners, for a process set that is neither all learners nor
-            `super_learner`.
+    Raises InnerOnlyError if there are several, for a set that is neither all learners nor `super_learner`.
     """
     world = worlds.current()
     everyone = process_set is None or process_set is global_process_set

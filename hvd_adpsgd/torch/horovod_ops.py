@@ -52,12 +52,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def inner_only(operation: F) -> F:
-    """Return Horovod's `operation` with a check that raises if it would span several super learners.
-
-    Raises, when called:
-        NotInitializedError: before init().
-        InnerOnlyError: with several super learners, unless `process_set` is `hvd.super_learner`.
-    """
+    """Return Horovod's `operation` with a check that raises if it would span several super learners."""
     signature = inspect.signature(operation)
     takes_set = "process_set" in signature.parameters
     name = operation.__name__
@@ -81,16 +76,7 @@ def inner_only(operation: F) -> F:
 
 
 def require_one_super_learner(name: str, cure: str = " Start") -> None:
-    """Raise unless the job has one super learner; for functions that work inside one only.
-
-    Args:
-        name: name of the function that the script calls, for the message.
-        cure: of the message; "the job as one super learner" follows.
-
-    Raises:
-        NotInitializedError: before init().
-        InnerOnlyError: with several super learners.
-    """
+    """Raise InnerOnlyError unless the job has one super learner; `cure` is the beginning of the message's."""
     if worlds.current().super_size > 1:
         raise _refusal(name, cure)
 

@@ -184,14 +184,7 @@ def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meeting_of(world: World, seconds: float, doing: str, where: str) -> Iterator[None]:
-    """As `SuperLearner.meeting`, where there may be no wrapped optimizer.
-
-    Args:
-        world: the World of this learner.
-        seconds: longest wait for MPI to report which learner has failed.
-        doing: name of the MPI collectives, for messages.
-        where: what is under way, for messages.
-    """
+    """As `SuperLearner.meeting`, where there may be no wrapped optimizer."""
     broken = _if_a_learner_failed(world, seconds, lambda failed: leaves(world, where, failed))
     with broken, mpi_failures(doing):
         yield

@@ -18,11 +18,6 @@ def aged(report: Report, age_s: float, late_s: float) -> Report:
     """Return a report that was received `age_s` ago, as of now: with later ones missing no step is known.
 
     A trainer that hangs inside C code, or in its GPU, can keep its process from reporting.
-
-    Args:
-        report: the newest report of a super learner.
-        age_s: seconds since it was received.
-        late_s: see `late_after_s`.
     """
     return replace(report, idle_s=report.idle_s + age_s) if age_s > late_s else report
 

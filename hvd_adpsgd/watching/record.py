@@ -66,14 +66,7 @@ class Record:
             ) from error
 
     def report(self, super_rank: int, report: Report, *, last: bool = False, **more: Any) -> None:
-        """Write a report, unless that super learner's last report is less than `every_s` seconds old.
-
-        Args:
-            super_rank: the super learner that the report is about.
-            report: the report.
-            last: whether this is the last report of the run, which is written in any case.
-            **more: further fields of the line, of JSON's types.
-        """
+        """Write a report, unless the super learner's last one is too young; `last`: in any case."""
         if not last and report.time_s < self._last.get(super_rank, -math.inf) + 0.99 * self.every_s:
             return
         self._last[super_rank] = report.time_s

@@ -187,11 +187,9 @@ def grouped_allgather_async(
     return _begin("allgather", name, same, rows, [t.detach() for t in tensors], single)
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
-) -> int:
+def allgather_async(tensor: torch.Tensor, *how: Any, **more: Any) -> int:
     """Begin to concatenate the learners' tensors by rank; return a handle."""
-    return grouped_allgather_async([tensor], name, single=True)
+    return grouped_allgather_async([tensor], *how, **more, single=True)
 
 
 class _Allgather(torch.autograd.Function):
@@ -221,11 +219,9 @@ def grouped_allgather(
     return list(_Allgather.apply(name, *tensors))
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: Any = global_process_set
-) -> torch.Tensor:
+def allgather(tensor: torch.Tensor, *how: Any, **more: Any) -> torch.Tensor:
     """Concatenate the learners' tensors by rank; differentiable."""
-    return grouped_allgather([tensor], name)[0]
+    return grouped_allgather([tensor], *how, **more)[0]
 
 
 def broadcast_async_(
@@ -244,24 +240,14 @@ def broadcast_async_(
     return _begin("broadcast", name, same, None, [tensor.detach()])
 
 
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: Any = global_process_set,
-) -> int:
+def broadcast_async(tensor: torch.Tensor, *how: Any, **more: Any) -> int:
     """Begin to return the tensor of learner `root_rank`; return a handle."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, name)
+    return broadcast_async_(tensor.detach().clone(), *how, **more)
 
 
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: Any = global_process_set,
-) -> torch.Tensor:
+def broadcast_(tensor: torch.Tensor, *how: Any, **more: Any) -> torch.Tensor:
     """Overwrite a tensor with the one of learner `root_rank`, and return it."""
-    synchronize(broadcast_async_(tensor, root_rank, name))
+    synchronize(broadcast_async_(tensor, *how, **more))
     return tensor
 
 

@@ -150,12 +150,7 @@ def convolution_backward(
 ) -> Any:
     """Return a convolution's derivatives by input, weight and bias; None for each that is not wanted.
 
-    Args:
-        dy: derivative by the output.
-        x: input.
-        weight: filters.
-        geometry: (stride, padding, dilation).
-        wanted: whether to compute each of the three derivatives.
+    `geometry` is (stride, padding, dilation), `dy` the derivative by the output.
     """
     stride, padding, dilation = geometry
     none = [0] * len(stride)

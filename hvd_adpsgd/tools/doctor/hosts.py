@@ -125,14 +125,7 @@ _PROGRAM = (
 
 
 def remote_command(python: str, folder: str, pythonpath: str | None, daemon: str | None) -> str:
-    """Return the command that runs the check program on another host, with this host's interpreter path.
-
-    Args:
-        python: path of the Python interpreter.
-        folder: working directory, if the other host has it.
-        pythonpath: PYTHONPATH of this process, None if not set.
-        daemon: path of mpirun's daemon (prted), whose existence is checked; None: no check.
-    """
+    """Return the command that runs the check program on another host; it looks for mpirun's `daemon` too."""
     return in_folder(folder, pythonpath, shlex.join([python, "-c", _PROGRAM, daemon or "/"]))
 
 
