@@ -85,6 +85,13 @@ class AdpsgdAccelerator(accelerate.Accelerator):
             hvd.broadcast_parameters(prepared.state_dict(), root_rank=None)
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if isinstance(data_loader.sampler, hvd.DynamicSampler):  # has divided the data
+            shard = prepared.batch_sampler
+            shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
+        return prepared
+
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer)

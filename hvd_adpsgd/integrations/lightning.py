@@ -41,10 +41,14 @@ class _Ahead(DataLoader[Any]):
     """A loader that fetches one batch ahead, and so knows which is the last."""
 
     def __iter__(self) -> Any:
-        batches = itertools.pairwise(itertools.chain(super().__iter__(), (self,)))
+        self.number, batches = 0, itertools.pairwise(itertools.chain(super().__iter__(), (self,)))
         for self.number, (batch, following) in enumerate(batches, 1):
             self.is_last = following is self
             yield batch
+        if not self.number:  # the others took all; without a batch Lightning would not validate
+            self.number, self.is_last = 1, True
+            rows = range(min(self.batch_size or 1, len(self.dataset)))  # type: ignore[arg-type]
+            yield self.collate_fn([self.dataset[i] for i in rows])
 
 
 class AdpsgdStrategy(ParallelStrategy):

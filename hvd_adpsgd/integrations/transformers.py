@@ -7,6 +7,7 @@ the super learners' models. The Trainer waits for the slowest learner where it e
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 import transformers.trainer as its_trainer
 from accelerate.state import AcceleratorState
 from accelerate.utils import find_batch_size, recursively_apply
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
@@ -48,6 +51,17 @@ class AdpsgdTrainingArguments(TrainingArguments):
             yield
 
 
+class _Batches(int):
+    """Batches of an epoch whose end is not known: an estimate, but equal to none until that is."""
+
+    end = -1
+
+    def __eq__(self, number: object) -> bool:
+        return number == self.end
+
+    __hash__ = int.__hash__
+
+
 class AdpsgdTrainer(Trainer):
     """transformers.Trainer for learners of hvd_adpsgd; `args` are AdpsgdTrainingArguments.
 
@@ -58,6 +72,8 @@ class AdpsgdTrainer(Trainer):
     Raises:
         ConfigError: for other arguments, FSDP, DeepSpeed, or `dispatch_batches`.
     """
+
+    _sampler: Any = None  # where speeds divide the training data
 
     def create_accelerator_and_postprocess(self) -> None:
         if not isinstance(self.args, AdpsgdTrainingArguments):
@@ -72,6 +88,65 @@ class AdpsgdTrainer(Trainer):
         finally:
             its_trainer.Accelerator = plain
         self.accelerator.passes = self.args.gradient_accumulation_steps
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Let speeds divide the training data, if learners evaluate and save at ends of epochs alone."""
+        plain, args = super()._get_train_sampler(train_dataset), self.args
+        at_ends = "steps" not in (args.eval_strategy, args.save_strategy)
+        self._sampler = None
+        if at_ends and type(plain) is RandomSampler and hasattr(Trainer, "_run_epoch"):
+            seed, data = self.accelerator.dataloader_config.data_seed, plain.data_source
+            how = {"drop_last": args.dataloader_drop_last, "seed": seed}
+            self._sampler = hvd.DynamicSampler(data, batch_size=args.train_batch_size, **how)
+        return self._sampler or plain
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)
+        if self._sampler is not None and isinstance(scheduler, LambdaLR):  # follows the job
+            rates: Any = [lambda _, at=at: at(self._job + 1) for at in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = rates
+        return scheduler
+
+    def _run_epoch(self, **how: Any) -> None:
+        if self._sampler is not None:
+            epoch, self._steps = how["epoch"], how["num_update_steps_per_epoch"]
+            self._sampler.set_epoch(epoch)
+            self._ends = (epoch + 1) * self._steps
+            self._made = (epoch == how["epochs_trained"]) * how["steps_trained_in_current_epoch"]
+            self._batches = _Batches(how["steps_in_epoch"])
+            how.update(steps_in_epoch=self._batches, num_update_steps_per_epoch=sys.maxsize)
+        super()._run_epoch(**how)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._sampler is not None:
+            self._made += len(batches)
+            if len(batches) < num_batches:
+                self._batches.end = self._made
+            self.control.should_epoch_stop |= not batches
+            self._count(is_over=not batches)
+        return batches, items
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._sampler is not None and not self._made:
+            self.control.should_training_stop = False  # set where the others took the whole epoch
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _count(self, is_over: bool) -> None:
+        """Count the steps of the job in place of this learner's, each multiple of `logging_steps` once."""
+        state, every, last = (
+            self.state,
+            self.state.logging_steps,
+            min(self._ends, self.state.max_steps),
+        )
+        self._job = int(hvd.progress(self._sampler).epochs * self._steps)
+        logged = state.global_step // every * every
+        number = min(max(self._job, logged), logged + every - 1, last - 2)
+        if is_over or (last < self._ends and self._job >= last - 1):
+            number = last - (not is_over)  # this is the last step
+        for name in ("_globalstep_last_logged", "_initial_global_step"):
+            setattr(self, name, getattr(self, name) + number - state.global_step)
+        state.global_step = number
 
     @contextlib.contextmanager
     def _mean_model(self) -> Iterator[None]:

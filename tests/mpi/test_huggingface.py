@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ def run(folder: Path, *parts: str, size: int = 2, launcher: str = "mpirun") -> R
 def test_trainer_and_accelerate(tmp_path: Path) -> None:
     """One launch: both scripts of the page, then what they do not show."""
     of_trainer = ("page_trainer", "best_and_resume", "stopped", "first_step")
-    of_accelerate = ("page_accelerate", "page_local_sgd", "operations")
+    of_accelerate = ("page_accelerate", "page_local_sgd", "operations", "slow_loop")
     learners = run(tmp_path, *of_trainer, *of_accelerate).checked().by_rank()
     assert len(learners) == 4
     check_page(learners)
@@ -46,8 +47,18 @@ def test_trainer_and_accelerate(tmp_path: Path) -> None:
         check_best_and_resume(facts)
         check_first_step(facts)
         check_operations(facts)
-        assert facts["stopped_at"] == facts["stopped_after"] == 4  # the second of three epochs
+        assert facts["stopped_at"] == 4  # the second of three epochs
     check_held_together([facts["clipped"] for facts in learners])
+    check_divided([facts["seen"] for facts in learners])
+
+
+def check_divided(seen: list[list[list[int]]]) -> None:
+    """Two epochs of 206 rows: super learner 1 comes late, and gets less; a step may be filled up."""
+    for epoch in range(2):
+        rows = [one[epoch] for one in seen]
+        assert len(rows[0]) == len(rows[1]) > 206 / 4 > len(rows[2]) == len(rows[3])
+        counted = Counter(row for own in rows for row in own)
+        assert set(counted) == set(range(206)) and counted.total() <= 208
 
 
 def check_page(learners: list[dict]) -> None:
@@ -55,8 +66,8 @@ def check_page(learners: list[dict]) -> None:
     steps = [facts["steps"] for facts in learners]
     assert steps[0] == steps[1]  # bit-identical in a super learner, after each step
     assert steps[2] == steps[3]
-    assert len(steps[0]) == 6  # of 5 batches an epoch the last makes a step alone
-    assert any(a != b for a, b in zip(steps[0], steps[2], strict=True))
+    assert 10 <= len(steps[0]) + len(steps[2]) <= 12  # 5 of an epoch, or two that end it are short
+    assert any(a != b for a, b in zip(steps[0], steps[2], strict=False))
     for facts in learners:
         assert list(facts["checkpoints"]) == ["3", "6"]
         assert max(facts["checkpoints"].values()) < 1e-6  # each is the mean
@@ -115,19 +126,17 @@ def test_the_context_has_the_shape_of_local_sgd() -> None:
 
 
 def check_best_and_resume(facts: dict) -> None:
-    """23 rows: 3 batches per learner and epoch, 2 steps, the second of one batch."""
+    """23 rows: if all are equally fast, 3 batches per learner and epoch, 2 steps."""
     assert facts["best"] == "checkpoint-2"
     assert facts["best_apart"] == 0.0
     assert facts["best_saved"] == 0.0
     assert facts["last_apart"] > 0.0
-    assert facts["remainder"] == 6
     check_resumed(facts)
 
 
 def check_resumed(facts: dict) -> None:
-    assert (facts["resumed_steps"], facts["resumed_to"]) == (4, 6)
-    assert facts["optimizer_steps"] == [6]
-    assert facts["scheduler_steps"] == 6
+    assert facts["resumed_to"] == 6 and facts["resumed_steps"] > 0
+    assert facts["optimizer_steps"] == [facts["scheduler_steps"]]
     assert facts["resumed_rows"]
     assert max(facts["resumed_checkpoints"].values()) < 1e-6
 
@@ -176,6 +185,30 @@ def test_rank_0_is_killed(tmp_path: Path) -> None:
         assert facts["main"] == (facts["rank"] == 2)
         assert facts["final"] == 0.0 and facts["finite"]
         assert "checkpoint-18" in facts["checkpoints"]
+
+
+@pytest.mark.extended
+@pytest.mark.alone
+def test_a_slow_learner_gets_less(tmp_path: Path) -> None:
+    """Epochs take the time of the summed speeds; with equal numbers of steps it would be 2.5 times."""
+    learners = run(tmp_path, "slow", size=1).checked().by_rank()
+    counted = Counter(row for facts in learners for row in facts["rows"])
+    assert counted == dict.fromkeys(range(8, 1600), 3)  # the first rows are evaluated, too
+    taken, spans = 0.0, [[end - begin for begin, end in facts["spans"]] for facts in learners]
+    for epoch in range(3):
+        begins, ends = zip(*(facts["spans"][epoch] for facts in learners), strict=True)
+        assert max(ends) - min(ends) < 3 * max(learners[0]["step_s"])  # the loader is a batch ahead
+        taken += max(ends) - min(begins)
+    steps = [facts["step_s"] for facts in learners]
+    speeds = [len(step_s) / sum(own) for step_s, own in zip(steps, spans, strict=True)]
+    assert taken < 1.1 * sum(map(len, steps)) / sum(speeds), (taken, steps, spans)
+    for step_s, own in zip(steps, spans, strict=True):  # no step waits for data
+        assert sum(step_s) > 0.8 * sum(own)
+    for facts in learners:  # counts and the rate follow the job, a second late
+        assert facts["counted"] == 240 and facts["rate"] < 0.2e-3, facts
+        assert facts["saved"] == ["checkpoint-160", "checkpoint-240", "checkpoint-80"], facts
+        assert 0 < len(facts["logged"]) == len(set(facts["logged"])) <= 24, facts
+        assert facts["loss"] == pytest.approx(learners[0]["loss"], rel=0.1)
 
 
 @pytest.mark.extended

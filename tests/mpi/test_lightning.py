@@ -88,6 +88,16 @@ def test_as_plain_horovod(tmp_path: Path) -> None:
     check(run(tmp_path, 4, 4, "mpirun"), 4)
 
 
+def test_a_loader_knows_its_last_batch_and_has_one() -> None:
+    from hvd_adpsgd.integrations.lightning import _Ahead
+
+    for order, batches in (([4, 1, 0, 3], [[4, 1, 0], [3]]), ([], [[0, 1, 2]])):
+        loader = _Ahead(range(5), batch_size=3, sampler=order)  # type: ignore[arg-type]
+        seen = [(loader.number, loader.is_last, batch.tolist()) for batch in loader]
+        last = len(batches)
+        assert seen == [(i, i == last, batch) for i, batch in enumerate(batches, 1)]
+
+
 def case(tmp_path: Path, name: str, np: int = 4, k: int = 2, launcher: str = "mpirun") -> Result:
     return launched(np, "lightning_cases.py", [name, str(tmp_path)], k, launcher)
 
@@ -137,6 +147,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, k: int) -> None
 
 
 @pytest.mark.extended
+@pytest.mark.alone
 def test_a_slow_learner_gets_less(tmp_path: Path) -> None:
     """Epochs take the time of the summed speeds; with equal numbers of steps it would be 2.5 times."""
     learners = case(tmp_path, "slow", k=1).checked().by_rank()

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -227,7 +228,7 @@ def first_step():
     lr, passes = 0.5, 2
     args = arguments(
         max_steps=1, optim="sgd", learning_rate=lr, lr_scheduler_type="constant", max_grad_norm=0.0,
-        gradient_accumulation_steps=passes, save_strategy="no",
+        gradient_accumulation_steps=passes, save_strategy="steps",
     )  # fmt: skip
     AdpsgdTrainer(model=model, args=args, train_dataset=rows, data_collator=collator).train()
     told = hvd.allgather_object((hvd.super_rank(), collator.batches[:passes]))
@@ -280,14 +281,13 @@ def best_and_resume():
         "metric_for_best_model": "early",
         "greater_is_better": True,
     }
-    trainer, watch = trained("best", bf16=True, use_cpu=True, **best)
+    trainer, _ = trained("best", bf16=True, use_cpu=True, **best)
     first = Path(trainer.state.best_model_checkpoint)
     trainer.save_model("best/final")
     tell(
         best=first.name, best_apart=distance(trainer.model, flat(saved(first)).numpy()),
         best_saved=distance(saved("best/final"), flat(saved(first)).numpy()),
         last_apart=distance(trainer.model, flat(saved("best/checkpoint-6")).numpy()),
-        remainder=len(watch.models),
     )  # fmt: skip
     resume("best", first)
 
@@ -296,8 +296,8 @@ def stopped():
     """The first evaluation is the best one, so the second ends the training."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "early"}
     callbacks = [EarlyStoppingCallback(early_stopping_patience=1)]
-    trainer, watch = trained("stopped", greater_is_better=True, callbacks=callbacks, **best)
-    tell(stopped_at=trainer.state.global_step, stopped_after=len(watch.models))
+    trainer, _ = trained("stopped", greater_is_better=True, callbacks=callbacks, **best)
+    tell(stopped_at=trainer.state.global_step)
 
 
 def resume(folder="best", checkpoint=None):
@@ -364,6 +364,71 @@ def operations():
         highest=int(accelerator.reduce(torch.tensor([rank]), "max")),
         clipped=[digest(model), hvd.super_rank()], sharded_batch=find_batch_size(batch),
     )  # fmt: skip
+
+
+class Slow(AdpsgdTrainer, TrainerCallback):
+    """Learner 0 needs three times as long. Notes times of steps and of epochs."""
+
+    def on_epoch_begin(self, *_, **__):
+        self.spans.append([time.monotonic()])
+
+    def on_step_begin(self, *_, **__):
+        self.at = time.monotonic()
+        time.sleep(0.15 if hvd.rank() == 0 else 0.05)
+
+    def on_step_end(self, *_, **__):
+        self.spans[-1][1:] = [time.monotonic()]
+        self.step_s.append(self.spans[-1][1] - self.at)
+
+
+def slow():
+    """Three epochs; the rate goes down to 0."""
+    rows = [{**row, "number": i} for i, row in enumerate(made(100) * 16)]
+    args = arguments(
+        output_dir="slow", num_train_epochs=3, learning_rate=1e-3, eval_strategy="epoch",
+        save_strategy="epoch", per_device_train_batch_size=5, logging_steps=10,
+    )  # fmt: skip
+    collator = Collator()
+    trainer = Slow(
+        model=tiny(), args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=collator
+    )
+    trainer.spans, trainer.step_s = [], []
+    trainer.callback_handler.add_callback(trainer)
+    output = trainer.train()
+    tell(
+        spans=trainer.spans, step_s=trainer.step_s, rows=[i for b in collator.batches for i in b if i > 7],
+        rate=trainer.lr_scheduler.get_last_lr()[0], counted=trainer.state.global_step,
+        logged=[e["step"] for e in trainer.state.log_history if "loss" in e], loss=output.training_loss,
+        saved=sorted(path.name for path in Path("slow").glob("checkpoint-*")),
+    )  # fmt: skip
+
+
+def slow_loop():
+    """An Accelerate loop whose second super learner begins each epoch when the first has made half of it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, rows = AdpsgdAccelerator(gradient_accumulation_steps=3), torch.arange(206)
+    model = torch.nn.Linear(1, 1)
+    sampler = hvd.DynamicSampler(rows, batch_size=2)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 1e-9), loader
+    )
+    seen = []
+    for epoch in range(2):
+        half, made = Path(f"half{epoch}"), []
+        for batch in loader:
+            while hvd.super_rank() and not half.exists():
+                time.sleep(0.01)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch[:, None].float()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            made += batch.tolist()
+            if len(made) > 206 / 2 / 2:  # its learners are two
+                half.touch()
+        hvd.barrier()
+        seen.append(made)
+    tell(seen=seen)
 
 
 class Killed(TrainerCallback):
