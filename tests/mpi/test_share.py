@@ -73,35 +73,6 @@ def test_share_and_bits_are_chosen_and_the_mean_is_kept() -> None:
         assert 0 < facts["share"] <= 1
 
 
-WRONG = """
-    import torch
-    import hvd_adpsgd.torch as hvd
-    from tests.mpi.programs.learner import outcome, wrap
-    hvd.init()
-    model = torch.nn.Linear(10, 10)
-    told = [
-        outcome(lambda: wrap(model, exchange_share=share, averaging=averaging)).get("text")
-        for share, averaging in (
-            (0.5, "delay_by_one"), (0.0, "random_pairs"), (1.5, "random_pairs"),
-            ("auto", "delay_by_one"), ("auto", "a2cid2"), ("most", "random_pairs"),
-            (1.0, "gossip_pga+random_pairs:prefer_fast=0.9"),
-        )
-    ]
-    say(rank=hvd.rank(), told=told)
-"""
-
-
-def test_a_share_that_makes_no_sense_is_refused() -> None:
-    for facts in run_learners(4, WRONG, env=ALONE).checked().by_rank():
-        assert len(facts["told"]) == 7
-        assert "exchange_share=0.5 with averaging=delay_by_one" in facts["told"][0]
-        assert "exchange_share=auto with averaging=delay_by_one" in facts["told"][3]
-        assert "random_pairs" in facts["told"][4]
-        assert "auto, or > 0 and <= 1" in facts["told"][5]
-        assert all("exchange_share" in told for told in facts["told"][:6])
-        assert "only plain gossip prefers fast peers" in facts["told"][6]
-
-
 AUTO = """
     import hvd_adpsgd.torch as hvd
     from tests.sharing import Training

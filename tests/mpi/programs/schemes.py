@@ -259,15 +259,21 @@ def free_running(where: str, specs: tuple[str, ...]) -> None:
         say(case=f"{where}/free/{spec}", same=same, work=work)
 
 
+def number(word: str) -> float | str:
+    return float(word) if word[0].isdigit() else word
+
+
 def refusals(where: str) -> None:
-    specs = ["a2cid2+random_pairs", "gossip_pga+synchronous"]
-    if hvd.super_size() < 4:
-        specs.append("a2cid2")
-    for spec in specs:
-        say(
-            case=f"{where}/refused/{spec}",
-            **outcome(lambda spec=spec: wrap(Setting(spec), fresh())),
-        )
+    specs = [
+        *("a2cid2+random_pairs", "gossip_pga+synchronous", "gossip_pga+random_pairs:prefer_fast=0.9"),
+        *("0.5 delay_by_one", "auto delay_by_one", "auto a2cid2", "0.0 random_pairs", "1.5 random_pairs"),
+        *("most random_pairs", *["a2cid2"] * (hvd.super_size() < 4)),
+    ]  # fmt: skip
+    for case in specs:
+        *share, spec = case.split()
+        how = {"exchange_share": number(share[0])} if share else {}
+        refused = outcome(lambda spec=spec, how=how: wrap(Setting(spec), fresh(), **how))
+        say(case=f"{where}/refused/{case}", **refused)
     plain = torch.optim.SGD(fresh(), lr=0.1)
     of_a_class = outcome(lambda: hvd.DistributedOptimizer(plain, averaging=hvd.RandomPairs))
     say(case=f"{where}/refused/class", **of_a_class)
