@@ -1,12 +1,13 @@
 """Operations over all learners that do not fit, that run in several threads, and their own collectives."""
 
+import tempfile
 import textwrap
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
-from tests.launcher import run_learners
+from tests.launcher import once, run_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -55,23 +56,36 @@ OPERATIONS = """
 """
 
 
+@once
+def by_part() -> dict[str, list[dict[str, Any]]]:
+    """What the learners of one job said of each part, which follows the errors of those before."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = _program(PAIRS + ERRORS + THREADS + INTERRUPTED)
+        result = run_learners(3, program, args=[folder], env=ALONE).checked()
+    assert "are gone" not in result.stderr, result.report()
+    lines = [line for line in result.stderr.splitlines() if "hvd_adpsgd:" in line]
+    assert len(lines) <= 10, result.report()
+    return result.by_case()
+
+
+PAIRS = """
+    names = list(CALLS)
+    for i, name in enumerate(names):
+        other = names[(i + 7) % len(names)]
+        found = outcome(CALLS[name if rank == 1 else other])
+        step()
+        after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        say(case="pairs", rank=rank, pair=[other, name], after=after, **found)
+"""
+
+
 def test_twenty_pairs_of_operations_that_differ() -> None:
     """All learners raise, name both operations and both lines, and the next operation works.
 
     At once: twenty waits for a deadline would last longer than the launch.
     """
-    program = """
-        names = list(CALLS)
-        for i, name in enumerate(names):
-            other = names[(i + 7) % len(names)]
-            found = outcome(CALLS[name if rank == 1 else other])
-            step()
-            after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-            say(rank=rank, pair=[other, name], after=after, **found)
-    """
-    result = run_learners(3, _program(program), env=ALONE).checked()
-    assert len(result.said) == 60, result.report()
-    for facts in result.said:
+    assert len(by_part()["pairs"]) == 60
+    for facts in by_part()["pairs"]:
         text = facts["text"]
         assert facts["error"] == "CollectiveMismatchError", facts
         first, other = (name.split()[-1] for name in facts["pair"])
@@ -81,8 +95,6 @@ def test_twenty_pairs_of_operations_that_differ() -> None:
         ), facts
         if " " not in "".join(facts["pair"]):
             assert f"learner 0 is in {first}" in text and f"learner 1 in {other}" in text, facts
-    lines = [line for line in result.stderr.splitlines() if "hvd_adpsgd:" in line]
-    assert len(lines) <= 10, result.report()
 
 
 @pytest.mark.extended
@@ -108,39 +120,41 @@ def _program(more: str) -> str:
     return textwrap.dedent(OPERATIONS) + textwrap.dedent(more)
 
 
+ERRORS = """
+    from hvd_adpsgd.errors import ConfigError
+    from hvd_adpsgd.launch import world as worlds
+    from mpi4py import MPI
+    collectives = worlds.current().collectives
+
+    def run(operation):
+        return list(outcome(lambda: collectives.run("experiment", operation)).values())
+
+    def raised(error):
+        def operation(attempt):
+            if rank == 2:
+                raise error
+            attempt.allreduce(torch.ones(10**6).numpy())  # rank 2 does not come
+        return run(operation)
+
+    def truncated(attempt):
+        comm = collectives.comm
+        if rank == 0:
+            comm.Send(torch.ones(9).numpy(), 1, 5)
+        if rank == 1:
+            comm.Recv(torch.ones(3).numpy(), 0, 5)  # shorter than what is sent
+        attempt.barrier()
+
+    told = [raised(ConfigError("a bad option")), raised(KeyError("x"))]
+    told += [run(truncated) for _ in range(2)]
+    after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    say(case="errors", rank=rank, told=told, after=after, left=collectives.ranks)
+"""
+
+
 def test_an_error_of_one_learner_is_an_error_of_all() -> None:
     """Ours keeps its class; another one is named. No learner blocks, and the next operation works."""
-    program = """
-        from hvd_adpsgd.errors import ConfigError
-        from hvd_adpsgd.launch import world as worlds
-        from mpi4py import MPI
-        collectives = worlds.current().collectives
-
-        def run(operation):
-            return list(outcome(lambda: collectives.run("experiment", operation)).values())
-
-        def raised(error):
-            def operation(attempt):
-                if rank == 2:
-                    raise error
-                attempt.allreduce(torch.ones(10**6).numpy())  # rank 2 does not come
-            return run(operation)
-
-        def truncated(attempt):
-            comm = collectives.comm
-            if rank == 0:
-                comm.Send(torch.ones(9).numpy(), 1, 5)
-            if rank == 1:
-                comm.Recv(torch.ones(3).numpy(), 0, 5)  # shorter than what is sent
-            attempt.barrier()
-
-        told = [raised(ConfigError("a bad option")), raised(KeyError("x"))]
-        told += [run(truncated) for _ in range(2)]
-        say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item(),
-            left=collectives.ranks)
-    """
-    result = run_learners(3, _program(program), env=ALONE).checked()
-    for facts in result.by_rank():
+    assert len(by_part()["errors"]) == 3
+    for facts in by_part()["errors"]:
         ours, other, *mpi = facts["told"]
         assert ours == ["ConfigError", "a bad option"], facts
         assert other[0] == ("KeyError" if facts["rank"] == 2 else "TransportError"), facts
@@ -149,33 +163,35 @@ def test_an_error_of_one_learner_is_an_error_of_all() -> None:
             assert kind == "TransportError" and "MPI failed on learner 1" in text, facts
             assert "TRUNCATE" in text, facts
         assert len(mpi) == 2 and facts["after"] == 3.0 and facts["left"] == [0, 1, 2], facts
-    assert "are gone" not in result.stderr, result.report()
+
+
+THREADS = """
+    import threading
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(8) as pool:
+        sums = list(pool.map(lambda i: hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), range(80)))
+    with ThreadPoolExecutor(8) as pool:
+        def work(i):
+            try:
+                return hvd.allreduce(torch.tensor([float(i)]), name=f"metric {i}").item() == i
+            except Exception as error:
+                return type(error).__name__
+        outcomes = [work(i) if i % 8 == 0 else pool.submit(work, i) for i in range(80)]
+        outcomes = [str(o) if isinstance(o, (bool, str)) else str(o.result()) for o in outcomes]
+    after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    say(case="threads", rank=rank, sums=sums, outcomes=outcomes, after=after)
+"""
 
 
 def test_operations_of_several_threads_run_one_after_the_other() -> None:
     """In the same order on all learners they work; in another one, all learners raise."""
-    program = """
-        import threading
-        from concurrent.futures import ThreadPoolExecutor
-        with ThreadPoolExecutor(8) as pool:
-            sums = list(pool.map(lambda i: hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), range(80)))
-        with ThreadPoolExecutor(8) as pool:
-            def work(i):
-                try:
-                    return hvd.allreduce(torch.tensor([float(i)]), name=f"metric {i}").item() == i
-                except Exception as error:
-                    return type(error).__name__
-            outcomes = [work(i) if i % 8 == 0 else pool.submit(work, i) for i in range(80)]
-            outcomes = [o if isinstance(o, (bool, str)) else o.result() for o in outcomes]
-        say(rank=rank, sums=sums, outcomes=[str(o) for o in outcomes],
-            after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
-    """
-    result = run_learners(3, _program(program), env=ALONE).checked()
-    for facts in result.by_rank():
+    for facts in by_part()["threads"]:
         assert facts["sums"] == [3.0] * 80 and facts["after"] == 3.0, facts
         assert set(facts["outcomes"]) <= {"True", "CollectiveMismatchError"}, facts
-        mismatches = facts["outcomes"].count("CollectiveMismatchError")
-        assert mismatches == result.by_rank()[0]["outcomes"].count("CollectiveMismatchError")
+    mismatches = {
+        facts["outcomes"].count("CollectiveMismatchError") for facts in by_part()["threads"]
+    }
+    assert len(by_part()["threads"]) == 3 and len(mismatches) == 1
 
 
 def test_a_learner_that_its_peers_declared_failed_raises() -> None:
@@ -208,41 +224,42 @@ def test_a_learner_that_its_peers_declared_failed_raises() -> None:
     assert "learners [2] are gone" in result.stderr, result.report()
 
 
-def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works(tmp_path: Path) -> None:
-    """Ctrl-C in a notebook, on one learner, while it waits for another one that is not there yet."""
-    program = """
-        import signal, threading, traceback
-        from pathlib import Path
-        interrupted = Path(sys.argv[1], "interrupted")
+INTERRUPTED = """
+    import signal, traceback
+    from pathlib import Path
+    interrupted = Path(sys.argv[1], "interrupted")
 
-        def interrupt():
-            me = threading.main_thread().ident
-            inside = lambda: [f.name for f in traceback.extract_stack(sys._current_frames()[me])]
-            while "compare" not in inside():
-                time.sleep(0.01)
-            signal.pthread_kill(me, signal.SIGALRM)
+    def interrupt():
+        me = threading.main_thread().ident
+        inside = lambda: [f.name for f in traceback.extract_stack(sys._current_frames()[me])]
+        while "compare" not in inside():
+            time.sleep(0.01)
+        signal.pthread_kill(me, signal.SIGALRM)
 
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    if rank == 1:
+        threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        while rank == 0 and not interrupted.exists():
+            time.sleep(0.01)
+        hvd.barrier()
+    except BaseException as error:
+        told = [type(error).__name__, str(error)]
         if rank == 1:
-            threading.Thread(target=interrupt, daemon=True).start()
-        try:
-            while rank == 0 and not interrupted.exists():
-                time.sleep(0.01)
-            hvd.barrier()
-        except BaseException as error:
-            told = [type(error).__name__, str(error)]
-            if rank == 1:
-                interrupted.touch()
-        say(rank=rank, told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
-    """
-    args = [str(tmp_path)]
-    result = run_learners(3, _program(program), args=args, env=ALONE).checked()
-    first, interrupted, last = result.by_rank()
+            interrupted.touch()
+    after = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    say(case="interrupted", rank=rank, told=told, after=after)
+"""
+
+
+def test_an_interrupted_operation_is_an_error_of_all_and_the_next_one_works() -> None:
+    """Ctrl-C in a notebook, on one learner, while it waits for another one that is not there yet."""
+    first, interrupted, last = by_part()["interrupted"]
     assert interrupted["told"][0] == "KeyboardInterrupt"
     for facts in (first, last):
         assert facts["told"][0] == "TransportError", facts
         assert "learner 1 raised KeyboardInterrupt" in facts["told"][1], facts
-    assert [facts["after"] for facts in result.by_rank()] == [3.0] * 3
+    assert [facts["after"] for facts in by_part()["interrupted"]] == [3.0] * 3
 
 
 @pytest.mark.parametrize(
