@@ -147,7 +147,7 @@ class Engine:
         return Loop(
             self._make_wire(),
             SystemClock(),
-            self.memory.store,
+            self.memory.own.store,
             np.array([rank for rank in wanted if rank != NOBODY], dtype=np.intc),
             EngineOptions.of(self.config, self._plan),
         )
@@ -205,7 +205,7 @@ class Engine:
         if self.config.same_host == "memory":
             chunk_nbytes = self.config.chunk_kib * 1024
             outbox = OutboxShape(Loop.shared_nbytes(chunk_nbytes), Loop.doorbell_at(chunk_nbytes))
-            near = Neighbours(outbox, self._outer.Get_rank(), gather, self.memory.shown)
+            near = Neighbours(outbox, self._outer.Get_rank(), gather, self.memory.own.shown)
             loop.share(near.own, near.outboxes, near.models, near.areas)
             # over TCP the thread sleeps until a socket has something to read
             if self._connections is None:
@@ -220,10 +220,12 @@ class Engine:
         if self.loop is None:
             return
         with self._announcing:
-            for part in self.memory.layout.parts[self._announced :]:
-                rare = self.memory.layout.rare(part.last_chunk)
-                self.loop.extend(part.last_chunk, part.fingerprint, rare, self.memory.layout.period)
-            self._announced = len(self.memory.layout.parts)
+            for part in self.memory.own.layout.parts[self._announced :]:
+                rare = self.memory.own.layout.rare(part.last_chunk)
+                self.loop.extend(
+                    part.last_chunk, part.fingerprint, rare, self.memory.own.layout.period
+                )
+            self._announced = len(self.memory.own.layout.parts)
 
     def stop(self, broken: bool = False, within_s: float = math.inf) -> None:
         """Finish running exchanges, notify peers, end the engine's thread. Bounded, idempotent, thread-safe.
@@ -251,7 +253,7 @@ class Engine:
             _held_by_mpi.append(self.loop)
         self.loop = self._neighbours = None
         if not keeps_memory:
-            self.memory.hide()
+            self.memory.own.hide()
         self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
         self.memory = memory_of(1, self.config.chunk_kib * 1024, None, False)
 
@@ -264,7 +266,7 @@ class Engine:
         Raises:
             AdpsgdError: the first fatal failure of the engine.
         """
-        if self.memory.published:
+        if self.memory.own.published:
             return
         if self.loop is not None:
             if self._plan.in_step is not None:
@@ -298,13 +300,13 @@ class Engine:
     def wants_copy(self, step: int) -> bool:
         """Whether to copy the parameters of step `step` to the engine's copy; see ShardMemory.wants."""
         due = self.loop is not None and self.loop.due()
-        return self.memory.wants(step, due, self.config.exchanges_per_step)
+        return self.memory.own.wants(step, due, self.config.exchanges_per_step)
 
     def _warn_left_out(self) -> None:
         """Warn, once per tensor, of tensors of which the last 8 exchanges left out a chunk."""
-        chunks = self.memory.store.left_out(_LEFT_OUT)
+        chunks = self.memory.own.store.left_out(_LEFT_OUT)
         names = [
-            name for name in self.memory.layout.names_in(chunks) if name not in self._told_void
+            name for name in self.memory.own.layout.names_in(chunks) if name not in self._told_void
         ]
         if not names:
             return

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.layout import Layout, Shard, TensorSpec
-from hvd_adpsgd.engine.neighbours import ShownModel
+from hvd_adpsgd.engine.layout import Shard, TensorSpec
 from hvd_adpsgd.engine.shard_memory import Arrivals, ShardMemory
-from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.turns import Mark
 
 
@@ -30,7 +28,6 @@ class ModelMemory:
     Learner i of the super learner has the engine's copy (mirror) of shard i. A learner with a shard publishes
     the shard's corrections and copies its part of the parameters to the mirror; all learners add the
     corrections of all shards to their parameters.
-    `layout` and `store` are those of this learner's shard.
 
     Args:
         chunk_nbytes: largest size of a chunk in bytes.
@@ -38,74 +35,21 @@ class ModelMemory:
         leads: whether this learner has a mirror, which its engine averages.
         shows: see ShardMemory; for each shard the value on the learner that has its mirror counts.
         shards: number of shards; if more than one, at most the number of learners.
+
+    Attributes:
+        shards: the memory of each shard; `own` is this learner's (without one: shard 0, no mirror).
     """
 
     def __init__(
         self, chunk_nbytes: int, inner: Any, leads: bool, shows: bool = False, shards: int = 1
     ):
         mine = inner.Get_rank() if shards > 1 else 0
-        self.leads = leads
         self.shards = [
             ShardMemory(chunk_nbytes, inner, leads and number == mine, shows, Shard(number, shards))
             for number in range(shards)
         ]
-        # a learner without a shard gets shard 0, but no mirror of shard 0
         self._counted = [False] * shards  # which shards' exchanges take_arrivals counts, if any
         self.own = self.shards[mine if mine < shards else 0]
-
-    # ---- this learner's shard ------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        return self.own.layout
-
-    @property
-    def store(self) -> Store:
-        return self.own.store
-
-    @property
-    def shown(self) -> ShownModel | None:
-        return self.own.shown
-
-    def hide(self) -> None:
-        self.own.hide()
-
-    def wants(self, step: int, due: bool, rate: float) -> bool:
-        return self.own.wants(step, due, rate)
-
-    # ---- all shards ------------------------------------------------------------------------------
-
-    @property
-    def inner(self) -> Any:
-        return self.shards[0].inner
-
-    @inner.setter
-    def inner(self, inner: Any) -> None:
-        for shard in self.shards:
-            shard.inner = inner
-
-    @property
-    def is_alone(self) -> bool:
-        return self.own.is_alone
-
-    @property
-    def published(self) -> bool:
-        return self.shards[0].published
-
-    @property
-    def readable(self) -> bool:
-        return self.shards[0].readable
-
-    @property
-    def training(self) -> int:
-        """The number of super learners that train, equal on all learners after an all-reduce; 0: not told."""
-        return self.shards[0].training
-
-    @training.setter
-    def training(self, number: int) -> None:
-        for shard in self.shards:
-            if shard.leads:
-                shard.training = number
 
     def take_arrivals(self) -> Arrivals:
         """Return what has been applied since the last call: the mean of shards, of those with rare chunks."""

@@ -104,7 +104,7 @@ class AutoShare:
         """Look at the counters, if it is time to, and let the next exchanges move another share."""
         if engine is not self._engine:  # also after an admission
             self._engine, self._used = engine, None
-            self._control.element_nbytes = engine.memory.layout.element_nbytes
+            self._control.element_nbytes = engine.memory.own.layout.element_nbytes
             engine.move_share(self.share, self.wire_format)
         if self._was_long(counters.seconds):
             self._used = None
@@ -127,7 +127,7 @@ class AutoShare:
             counters.steps,
             counters.seconds,
             counters.sums["collect"] + counters.sums["offer"],
-            found["chunks"] / max(1, engine.memory.layout.nchunks),
+            found["chunks"] / max(1, engine.memory.own.layout.nchunks),
             engine_s,
             self._cpu_s() - engine_s,
         )
@@ -151,7 +151,8 @@ class AutoShare:
             used.models,
             int(found["compared"]),
             found["square"],
-            found["bytes_shared"] / max(1, sum(part.nbytes for part in engine.memory.layout.parts)),
+            found["bytes_shared"]
+            / max(1, sum(part.nbytes for part in engine.memory.own.layout.parts)),
         )
         self._control.decide(totals)
         engine.move_share(self.share, self.wire_format)

@@ -119,7 +119,8 @@ class Averaging:
         self.engines.replace(engine, within_s)
         self.engine = engine
         self.world = self.tensors.world = self.super_learner.world = world
-        engine.memory.inner = self.engines.holders(world.inner)
+        for shard in engine.memory.shards:
+            shard.inner = self.engines.holders(world.inner)
         self.super_learner.mates.regains_quorum()
         self.plan = self.spec.strategy.plan(world.super_rank, world.super_size)
         self.rule.adapt(self.plan.rule)
@@ -303,7 +304,7 @@ class Averaging:
             self.engine.offer(self.step, finite)
         if self.engines.tells and (news := self.engine.report()):
             self.world.membership.update(self.engines.noticed(news), self.step)
-        self.engine.memory.training = self.world.membership.training_count
+        self.engine.memory.own.training = self.world.membership.training_count
         if in_step:
             if self.plan.in_step is not None:
                 self._round(self.plan.in_step)
@@ -360,9 +361,12 @@ class Averaging:
         If a learner has called join(), nothing is published, as that learner does not enter the barrier:
         corrections stay in the engine's open buffer.
         """
-        if not self.engine.memory.readable and not self.super_learner.mates.someone_has_joined():
+        if (
+            not self.engine.memory.own.readable
+            and not self.super_learner.mates.someone_has_joined()
+        ):
             self._publish()
-            if not self.engine.memory.is_alone:
+            if not self.engine.memory.own.is_alone:
                 self.engines.inner_barrier()
 
     def _publish(self) -> None:
@@ -417,7 +421,7 @@ class _Exchanged:
         return found
 
     def training(self) -> int:
-        return self._averaging.engine.memory.training or self._averaging.world.super_size
+        return self._averaging.engine.memory.shards[0].training or self._averaging.world.super_size
 
     def arrivals(self) -> Arrivals:
         return self._averaging.engine.memory.take_arrivals()

@@ -151,7 +151,7 @@ class Engines:
         world = self._world
         self.current.stop(broken=world.teardown.fails or self._has_lost_a_learner())
         self._world.membership.update(self.peer_news(), self._super_learner.step(), ends=True)
-        self.current.memory.training = self._world.membership.training_count
+        self.current.memory.own.training = self._world.membership.training_count
         if not world.teardown.has_begun:
             world.membership.rejoin()
         self._record.events(self.current)

@@ -81,8 +81,8 @@ def _views() -> list[dict[str, Any]]:
         {
             "strategy": averaging.spec.strategy.spec(),
             "step": averaging.step,
-            "published": averaging.engine.memory.published,
-            "readable": averaging.engine.memory.readable,
+            "published": averaging.engine.memory.own.published,
+            "readable": averaging.engine.memory.own.readable,
             "landing": averaging.engine.memory.own.landing is not None,
             "stopped": averaging.stopped,
             "engine": averaging.engine.view(),

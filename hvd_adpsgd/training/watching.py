@@ -111,7 +111,7 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
         engine=counters,
         values={
             "due_steps": rounds.period if rounds else 1 / averaging.spec.config.exchanges_per_step,
-            "left_out": len(averaging.engine.memory.store.left_out(_LEFT_OUT)),
+            "left_out": len(averaging.engine.memory.own.store.left_out(_LEFT_OUT)),
             "nonfinite_steps": averaging.nonfinite_steps,
             "share": share_of(averaging),
             "bits": bits_of(averaging),

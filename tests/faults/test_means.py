@@ -29,7 +29,7 @@ PROGRAM = """
     def watch():
         '''Die in the middle of a mean: some chunks are merged, and not all.'''
         loop = optimizer._averaging.engine.loop
-        chunks = optimizer._averaging.engine.memory.layout.parts[0].last_chunk
+        chunks = optimizer._averaging.engine.memory.own.layout.parts[0].last_chunk
         while True:
             done = loop.counters()["chunks"] % chunks
             if 3 < done < chunks - 3:

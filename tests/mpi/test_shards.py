@@ -43,7 +43,7 @@ SHARDS = """
     averaging, = live()
     say(rank=hvd.rank(), drift=drift, apart=apart, exact=exact, last=last, shards=averaging.tensors.shards,
         same=same, exchanges=metrics["exchanges"], nbytes=metrics["bytes_sent"] + metrics["bytes_shared"],
-        total=flat().numel() * dtype.itemsize, mirror=averaging.engine.memory.layout.nchunks)
+        total=flat().numel() * dtype.itemsize, mirror=averaging.engine.memory.own.layout.nchunks)
 """
 
 

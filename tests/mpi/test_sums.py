@@ -89,7 +89,7 @@ PUBLISHED = (
         merged = lambda: engine.loop.counters()["chunks"]
         driven.offer()
         if world.rank == 0:
-            engine.memory.store.publish()
+            engine.memory.own.store.publish()
         engine.rounds.begin(0)
         ends = time.monotonic() + 50
         while merged() < CHUNKS and time.monotonic() < ends:

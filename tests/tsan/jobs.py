@@ -106,7 +106,7 @@ class SuperLearner:
         self.leader.append(model)
         self.follower.append(model.copy())
         shared = memory.own.areas[-1].shared
-        for i, chunk in enumerate(memory.layout.parts[-1].chunks):
+        for i, chunk in enumerate(memory.own.layout.parts[-1].chunks):
             slots = [slot.ctypes.data + chunk.offset for slot in shared.slots]
             flags = [row.ctypes.data + i for row in shared.flags]
             if self.follows:
@@ -161,7 +161,7 @@ class SuperLearner:
         self.guarded(self.absorb_all)
 
     def absorb_all(self) -> None:
-        spans = self.engine.memory.layout.spans
+        spans = self.engine.memory.own.layout.spans
         for step in range(self.steps):
             self.meet.wait(LONGEST_S)
             self.store.absorb(spans, addresses(self.follower), step % SLOTS, step)
@@ -280,7 +280,7 @@ class Job:
         """What a signal, a report or a test asks of a running engine."""
         while not self.over:
             for member in self.members:
-                loop, store = member.engine.loop, member.engine.memory.store
+                loop, store = member.engine.loop, member.engine.memory.own.store
                 if loop is None:
                     continue
                 loop.view(), loop.counters(), loop.under_way(), loop.peers(), loop.peer_events()

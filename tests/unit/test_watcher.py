@@ -155,12 +155,13 @@ def test_a_long_value_is_cut_and_marked_as_cut() -> None:
 def test_an_optimizer_that_was_dropped_is_not_told_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """Averaging continues until the script's thread stops it; the time without steps is no hang."""
     told: list[Report | None] = []
+    store = SimpleNamespace(left_out=lambda exchanges: ())
     engine = SimpleNamespace(
         counters=lambda: None,
         send_report=lambda text: told.append(decode(text)),
         reports=dict,
         loop=None,
-        memory=SimpleNamespace(store=SimpleNamespace(left_out=lambda exchanges: ())),
+        memory=SimpleNamespace(own=SimpleNamespace(store=store)),
     )
     dropped: Any = SimpleNamespace(
         world=world(0, ALIVE, LEFT),

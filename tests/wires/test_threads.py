@@ -15,9 +15,9 @@ from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
 from hvd_adpsgd.engine.neighbours import Neighbours
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.strategies import Plan, parse
 from hvd_adpsgd.training.engines import Engines
@@ -282,7 +282,7 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
     """Each learner loses a peer in another gather; an engine for a job with a joining one uses old memory."""
     n = 2
 
-    def attempt(rank: int, meeting: Meeting, barred: int, memory: ModelMemory | None) -> None:
+    def attempt(rank: int, meeting: Meeting, barred: int, memory: ShardMemory | None) -> None:
         calls = itertools.count()
 
         def gather(value: Any) -> list[Any]:
@@ -299,9 +299,9 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
         meeting = Meeting(n)
         together(*(lambda i=i: attempt(i, meeting, barred, memories[i]) for i in range(n)))
 
-    memories: list[ModelMemory | None] = [None] * n
+    memories: list[ShardMemory | None] = [None] * n
     if shared:
-        memories = [ModelMemory(65536, None, True, True) for _ in range(n)]
+        memories = [ShardMemory(65536, None, True, True) for _ in range(n)]
         for memory in memories:
             assert memory is not None
             memory.extend([TensorSpec("model", (ELEMENTS,), "float64")])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import ModelMemory
+from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd_lab.bench import machine
 from hvd_adpsgd_lab.simulation.calibration import Calibration
 
@@ -58,7 +58,7 @@ class Trial:
     def __init__(self, count: int, chunk_nbytes: int) -> None:
         self.model = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
         self.nbytes, self.chunk_nbytes = self.model.nbytes, chunk_nbytes
-        self.memory = ModelMemory(chunk_nbytes, None, True)
+        self.memory = ShardMemory(chunk_nbytes, None, True)
         self.memory.extend([TensorSpec("model", self.model.shape, "float32")])
         self._addresses = np.array([self.model.ctypes.data], dtype=np.uintp)
         self._sent = np.empty(chunk_nbytes, np.uint8)

@@ -83,7 +83,7 @@ class Learner:
         other peer, and one that waits for that peer would never ask the victim.
         """
         self.engine.memory.absorb(self.addresses, 0)
-        store, chunks = self.engine.memory.store, range(LEASED, LEASED + LANES)
+        store, chunks = self.engine.memory.own.store, range(LEASED, LEASED + LANES)
         over = time.monotonic() + DEADLINE_S
         while time.monotonic() < over:
             for chunk in chunks:

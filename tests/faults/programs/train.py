@@ -121,14 +121,14 @@ class Learner:
         """
         while self.facts["step"] < 20:
             time.sleep(1e-3)
-        loop, store, middle = self.engine.loop, self.engine.memory.store, range(LANES, 2 * LANES)
-        for chunk in middle:
+        loop, store = self.engine.loop, self.engine.memory.own.store
+        for chunk in range(LANES, 2 * LANES):
             store.lease(chunk)
         while not any(x["done"] for x in loop.under_way()):
             time.sleep(1e-3)
         (self.args.folder / "stopped").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-        for chunk in middle:
+        for chunk in range(LANES, 2 * LANES):
             store.end_lease(chunk)
 
     def progress(self) -> dict:

@@ -37,7 +37,7 @@ def main() -> None:
     engine = driven.engine
     driven.offer()
     if comm.rank == 1:
-        engine.memory.store.lease(LEASED)
+        engine.memory.own.store.lease(LEASED)
     comm.Barrier()
     if comm.rank == 0:
         engine.loop.ask(1)
@@ -50,7 +50,7 @@ def main() -> None:
         until(lambda: any(one["cut"] for one in engine.loop.under_way()))
     comm.Barrier()
     if comm.rank == 1:
-        engine.memory.store.end_lease(LEASED)
+        engine.memory.own.store.end_lease(LEASED)
     if stopping.ident:
         stopping.join()
     until(lambda: engine.loop.finished() == 1)

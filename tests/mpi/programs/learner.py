@@ -109,7 +109,7 @@ def wait_exchanged(optimizer: Any) -> None:
     lost as a peer for those that still wait.
     """
     engine = optimizer._averaging.engine
-    if engine.loop is not None and engine.memory.layout.nchunks:
+    if engine.loop is not None and engine.memory.own.layout.nchunks:
         assert engine.loop.wait_finished(1, DEADLINE_S), engine.loop.peers()
     hvd.barrier()
 

@@ -40,7 +40,7 @@ def main() -> None:
     engine = driven.engine
     driven.offer()
     if comm.rank == 1:
-        engine.memory.store.lease(LEASED[0])
+        engine.memory.own.store.lease(LEASED[0])
     pids = comm.allgather(os.getpid())
     said = (first, second, third)[comm.rank](comm, engine, pids, args.twice)
     comm.Barrier()
@@ -74,7 +74,7 @@ def second(comm: MPI.Comm, engine: Engine, pids: list[int], twice: bool) -> dict
     until(lambda: bool(engine.loop.under_way()))
     comm.Barrier()
     comm.recv(source=0)
-    chunks = engine.memory.store
+    chunks = engine.memory.own.store
     if twice:  # merge some chunks
         chunks.lease(LEASED[1])
         chunks.end_lease(LEASED[0])

@@ -103,9 +103,9 @@ def pss_mib() -> float:
 def owed(engine: Engine) -> dict[str, np.ndarray]:
     """The model by dtype, with what rounding to 16 bits holds back."""
     found = {dtype: [] for dtype in ("float32", "float64", "float16")}
-    for i, chunk in enumerate(engine.memory.layout.parts[0].chunks):
+    for i, chunk in enumerate(engine.memory.own.layout.parts[0].chunks):
         share = np.zeros(chunk.count, "float64" if chunk.dtype == "float64" else "float32")
-        assert engine.memory.store.share(i, share.view(np.uint8))
+        assert engine.memory.own.store.share(i, share.view(np.uint8))
         found[chunk.dtype].append(share.astype(np.float64))
     return {dtype: np.concatenate(shares) for dtype, shares in found.items()}
 

@@ -511,7 +511,7 @@ def train(case: Case, pause: Iterator[None]) -> Iterator[bool]:
         yield same_inside(case.averaged())
         if step == STEPS // 2:  # on a busy machine the other super learner may not have begun
             engine = case.optimizer._averaging.engine  # type: ignore[attr-defined]
-            idle = engine.loop is None or engine.memory.layout.nchunks == 0
+            idle = engine.loop is None or engine.memory.own.layout.nchunks == 0
             assert idle or engine.loop.wait_finished(1, DEADLINE_S)
 
 

@@ -159,7 +159,7 @@ def law(
 
 
 def engine_nbytes(optimizer: Any) -> int:
-    layout = optimizer._averaging.engine.memory.layout
+    layout = optimizer._averaging.engine.memory.own.layout
     return sum(part.nbytes for part in layout.parts)
 
 

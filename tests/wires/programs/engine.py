@@ -65,7 +65,7 @@ class Commands:
         self.engine.start(gather)
         assert self.engine.loop is not None
         self.loop, self.steps = self.engine.loop, 0
-        self.chunks = self.engine.memory.layout.nchunks
+        self.chunks = self.engine.memory.own.layout.nchunks
         self.step()
 
     def step(self) -> float:
