@@ -10,7 +10,7 @@ from hvd_adpsgd.torch.requirements import require_torch_and_horovod
 # Before the imports below, which would fail with errors that do not say what to install.
 require_torch_and_horovod()
 
-# ruff: noqa: E402, F403, F405
+# ruff: noqa: E402, F403
 from hvd_adpsgd.errors import CollectiveMismatchError
 from hvd_adpsgd.inner.horovod import compression, mpi_lib_v2, sync_batch_norm
 from hvd_adpsgd.joining.admission import admit, listener
@@ -32,52 +32,19 @@ from hvd_adpsgd.strategies import (
     Synchronous,
     SynchronousGossip,
 )
-from hvd_adpsgd.torch import elastic, functions, horovod_ops, mpi_ops
-from hvd_adpsgd.torch.asynchronous import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    poll,
-    synchronize,
+from hvd_adpsgd.torch import (
+    asynchronous,
+    basics,
+    collectives,
+    elastic,
+    functions,
+    horovod_ops,
+    mpi_ops,
+    optimizer,
 )
-from hvd_adpsgd.torch.basics import (
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_initialized,
-    is_leader,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    super_learner,
-    super_learner_group,
-    super_rank,
-    super_size,
-)
-from hvd_adpsgd.torch.collectives import (
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    join,
-)
+from hvd_adpsgd.torch.asynchronous import *
+from hvd_adpsgd.torch.basics import *
+from hvd_adpsgd.torch.collectives import *
 from hvd_adpsgd.torch.dynamic_sampler import (
     DynamicBatchSampler,
     DynamicSampler,
@@ -98,17 +65,12 @@ __all__ = [
     "A2CiD2", "CollectiveMismatchError", "DelayByOne", "DelayedGradients", "DistributedOptimizer",
     "DynamicBatchSampler", "DynamicSampler", "FixedRing", "GASLoC", "GossipPGA", "NaturalGradientSGD",
     "Newbob", "NoLoCo", "PeriodicAveraging", "RandomPairs", "RandomRing", "Synchronous",
-    "SynchronousGossip", "WarmupAnneal", "admit", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "average_model", "averaged",
-    "averaging_paused", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "compression",
-    "consensus_distance", "cross_rank", "cross_size", "dynamic_shards", "elastic", "failed_ranks",
-    "functions", "global_process_set", "grouped_allgather", "grouped_allgather_async",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
-    "init", "install", "is_coordinator", "is_initialized", "is_leader", "join", "listener",
-    "local_rank", "local_size", "log", "log_to", "metrics", "mpi_lib_v2", "mpi_ops", "natural",
-    "on_failure", "on_membership_change", "optimizer", "poll", "progress", "rank", "shutdown", "size",
-    "super_learner", "super_learner_group", "super_rank", "super_size", "sync_batch_norm",
-    "synchronize",
+    "SynchronousGossip", "WarmupAnneal", "admit", "average_model", "averaged", "averaging_paused",
+    "compression", "consensus_distance", "dynamic_shards", "elastic", "failed_ranks", "functions",
+    "install", "is_coordinator", "listener", "log", "log_to", "metrics", "mpi_lib_v2", "mpi_ops", "natural",
+    "on_failure", "on_membership_change", "optimizer", "progress", "sync_batch_norm",
 ]  # fmt: skip
+__all__ += asynchronous.__all__
+__all__ += basics.__all__
+__all__ += collectives.__all__
 __all__ += horovod_ops.__all__

@@ -33,6 +33,11 @@ from hvd_adpsgd.torch.collectives.reductions import (
 from hvd_adpsgd.training.devices import Stream, device_of
 from hvd_adpsgd.training.inside import told
 
+__all__ = [
+    "allgather_async", "allreduce_async", "allreduce_async_", "broadcast_async", "broadcast_async_",
+    "grouped_allgather_async", "grouped_allreduce_async", "grouped_allreduce_async_", "poll", "synchronize",
+]  # fmt: skip
+
 P = ParamSpec("P")
 Tensors = Sequence[torch.Tensor]
 

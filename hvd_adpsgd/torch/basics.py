@@ -13,6 +13,12 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.torch.rendezvous import TcpStore
 from hvd_adpsgd.training import watching
 
+__all__ = [
+    "cross_rank", "cross_size", "global_process_set", "init", "is_initialized", "is_leader", "local_rank",
+    "local_size", "rank", "shutdown", "size", "super_learner", "super_learner_group", "super_rank",
+    "super_size",
+]  # fmt: skip
+
 _given: tuple[Any, ...] = ()  # the arguments of the last call of init()
 
 

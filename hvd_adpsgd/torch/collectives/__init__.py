@@ -22,3 +22,9 @@ from hvd_adpsgd.torch.collectives.reductions import (
     grouped_allreduce,
     grouped_allreduce_,
 )
+
+__all__ = [
+    "allgather", "allgather_object", "allreduce", "allreduce_", "barrier", "broadcast", "broadcast_",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "grouped_allgather",
+    "grouped_allreduce", "grouped_allreduce_", "join",
+]  # fmt: skip
