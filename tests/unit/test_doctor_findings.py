@@ -21,8 +21,6 @@ from hvd_adpsgd.tools.doctor.findings import (
     OK,
     WARN,
     Finding,
-    Interface,
-    Memory,
     Survival,
     Visit,
 )
@@ -47,8 +45,6 @@ OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI x@y Distribution, ident: 5.0.1
 LOADED = {
     "torch": "2.13.0", "mpi": True, "files": ["/a/libmpi.so.40"], "gpus": 0, "nccl": False, "cuda": "12.8",
 }  # fmt: skip
-FAST, SLOW = Interface("ib0", True, 100_000), Interface("eth0", True, 100)
-UNKNOWN, DOWN = Interface("eth1", True, None), Interface("eth2", False, 10_000)
 HERE = f.Here("/v/bin/python", "0.1.0", {"torch": "2.13.0", "cython": "3.1"})
 SAID = {
     "version": "0.1.0", "packages": {"torch": "2.13.0", "cython": None}, "cores": 8,
@@ -149,31 +145,21 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         (({"error": "No module named '_engine'"},), FAIL, "_engine", "make build"),
     ],
     f.judge_memory: [
-        ((Memory(65 * MIB), 256, 1, None), OK, "a float32 model of 19 MiB"),
-        ((Memory(64 * MIB), 256, 1, None), OK, "a float32 model of 19 MiB"),
-        ((Memory(64 * MIB - 1), 256, 1, None), FAIL, "64 MiB", "SUPER_LEARNER_SIZE=1"),
-        ((Memory(16 * MIB - 1), 256, 1, 1), WARN, "through MPI"),
-        ((Memory(100 * MIB), 256, 1, 1), OK, "100 MiB free"),
-        ((Memory(79 * MIB), 256, 9, 2), WARN, "80 MiB", "through MPI"),
-        ((Memory(100 * MIB), 256, 4, 2), OK, "a float32 model of 6 MiB"),
-        ((Memory(100 * MIB), 1024, 3, None), WARN, "128 MiB"),
-        ((Memory(8 * GIB), 256, 4, 2), OK, "8.0 GiB"),
-        ((Memory(None, "no file can be made there"), 256, 1, None), FAIL, "no file can be made there"),
+        ((65 * MIB, 256, 1, None), OK, "a float32 model of 19 MiB"),
+        ((64 * MIB, 256, 1, None), OK, "a float32 model of 19 MiB"),
+        ((64 * MIB - 1, 256, 1, None), FAIL, "64 MiB", "SUPER_LEARNER_SIZE=1"),
+        ((16 * MIB - 1, 256, 1, 1), WARN, "through MPI"),
+        ((100 * MIB, 256, 1, 1), OK, "100 MiB free"),
+        ((79 * MIB, 256, 9, 2), WARN, "80 MiB", "through MPI"),
+        ((100 * MIB, 256, 4, 2), OK, "a float32 model of 6 MiB"),
+        ((100 * MIB, 1024, 3, None), WARN, "128 MiB"),
+        ((8 * GIB, 256, 4, 2), OK, "8.0 GiB"),
+        (("no file can be made there", 256, 1, None), FAIL, "no file can be made there"),
     ],
     f.judge_cores: [
         ((2.0, None), OK, "2 usable"),
         ((1.5, 2), WARN, "1.5 usable for 2 learners"),
         ((2.0, 3), WARN, "Start fewer"),
-    ],
-    f.judge_network: [
-        (([FAST, DOWN], 2), OK, "ib0 100 Gb/s", "down: eth2"),
-        (([UNKNOWN], 2), OK, "eth1 of unknown speed"),
-        (([SLOW], 2), WARN, "eth0 100 Mb/s", "HVD_ADPSGD_WIRE_DTYPE"),
-        (([SLOW, UNKNOWN], 2), OK),
-        (([SLOW], 1), OK),
-        (([DOWN], 2), FAIL, "none up; down: eth2", "ip link set"),
-        (([], 2), FAIL, "none up"),
-        (([], 0), OK, "none up"),
     ],
     f.judge_host: [
         ((Visit("a", 4, local=True), HERE), OK, "host a", "this host"),
@@ -413,57 +399,8 @@ def test_programs_belong_to_no_job(monkeypatch):
     assert seen["NEW"] == "1"
 
 
-def interface(folder: Path, name: str, **files: str) -> None:
-    (folder / name).mkdir()
-    for file, text in files.items():
-        (folder / name / file).write_text(text + "\n")
-
-
-def test_interfaces(tmp_path):
-    interface(tmp_path, "lo", type="772", operstate="unknown")
-    interface(tmp_path, "eth0", type="1", operstate="up", speed="10000")
-    interface(tmp_path, "eth1", type="1", operstate="up", speed="-1")
-    interface(tmp_path, "eth2", type="1", operstate="down")
-    interface(tmp_path, "tap0", type="1", operstate="unknown", speed="10")
-    (tmp_path / "bonding_masters").write_text("")
-    assert probes.interfaces(str(tmp_path)) == [
-        Interface("eth0", True, 10000),
-        Interface("eth1", True, None),
-        Interface("eth2", False, None),
-        Interface("tap0", True, 10),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}, 4.0),
-        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None),
-        ({"cpu.max": "nonsense"}, None),
-        ({}, None),
-    ],
-)
-def test_quotas(tmp_path, files, expected):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text + "\n")
-    assert probes._quota(tmp_path) == expected
-
-
-def test_cores_follow_the_affinity():
-    mine = sorted(os.sched_getaffinity(0))
-    assert 0 < probes.usable_cores() <= len(mine)
-    code = f"import os; os.sched_setaffinity(0, [{mine[0]}]); "
-    code += "from hvd_adpsgd.tools.doctor import probes; print(probes.usable_cores() <= 1)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert answer.stdout == "True\n", answer.stderr
-
-
 def test_shared_memory_that_is_not_there(tmp_path):
-    memory = probes.shared_memory(str(tmp_path / "none"))
-    assert memory.free_bytes is None
-    assert "No such file" in memory.problem
+    assert "No such file" in str(probes.shared_memory(str(tmp_path / "none")))
 
 
 def test_it_loads_nothing_but_the_standard_library():

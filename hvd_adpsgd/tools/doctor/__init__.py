@@ -85,7 +85,6 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield findings.judge_options(sum(key.startswith(PREFIX) for key in os.environ), problem)
     yield findings.judge_host_name(socket.gethostname(), unresolved_host())
     if inner == "torch":
-        yield findings.judge_without_mpi()
         yield findings.judge_torch_inside(probes.ask(probes.TORCH, seconds))
     else:
         ulfm, plain = yield from _examine_mpi(seconds)
@@ -133,7 +132,7 @@ def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
 def _examine_machine(
     args: argparse.Namespace, config: Config, here: findings.Here
 ) -> Generator[Finding, None, list[str]]:
-    """Yield the findings about memory, cores and network of this host, and about the other hosts.
+    """Yield the findings about memory and cores of this host, and about the other hosts.
 
     Returns:
         names of the hosts on which learners may be started.
@@ -147,8 +146,7 @@ def _examine_machine(
     each = config.super_learner_size
     leaders = max(1, (learners or 1) // (each or learners or 1))
     yield findings.judge_memory(probes.shared_memory(), config.chunk_kib, leaders, each)
-    yield findings.judge_cores(probes.usable_cores(), learners)
-    yield findings.judge_network(probes.interfaces(), len(visits))
+    yield findings.judge_cores(len(os.sched_getaffinity(0)), learners)
     reached = []
     for visit in visits:
         finding = findings.judge_host(visit, here)

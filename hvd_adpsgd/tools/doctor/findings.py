@@ -1,7 +1,7 @@
 """Pure functions of the doctor: each turns measured facts into a Finding, without looking at the machine."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ MIB = 2**20
 # Chunks in the outbox, the shared memory in which leaders of the same host read differences of models.
 OUTBOX_CHUNKS = 8 * 8 // 2
 LEAST_SHARED_BYTES = 64 * MIB
-SLOW_MBITS = 1000
 HOROVOD_TESTED = "0.28.1"
 
 # The options of horovodrun that switch ULFM on, for a Horovod that was not built by build_horovod.py.
@@ -289,12 +288,6 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
     return Finding(OK, what, f"built with MPI, loads with torch {answer['torch']}")
 
 
-def judge_without_mpi() -> Finding:
-    """Tell that MPI is not looked at, where torch.distributed averages gradients."""
-    found = "not needed: torchrun, srun and their like start learners without it"
-    return Finding(OK, "MPI", found)
-
-
 def judge_torch_inside(answer: Mapping[str, Any]) -> Finding:
     """Check that torch can average gradients in a super learner, without Horovod.
 
@@ -326,21 +319,8 @@ def judge_extension(answer: Mapping[str, Any]) -> Finding:
     return Finding(OK, what, f"loads ({', '.join(answer['modules'])})")
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Free shared memory of this host.
-
-    Attributes:
-        free_bytes: bytes free in /dev/shm; None if no file can be created in /dev/shm.
-        problem: why no file can be created there; else empty.
-    """
-
-    free_bytes: int | None
-    problem: str = ""
-
-
 def judge_memory(
-    memory: Memory, chunk_kib: int, leaders: int, learners_each: int | None
+    free: int | str, chunk_kib: int, leaders: int, learners_each: int | None
 ) -> Finding:
     """Check that /dev/shm has room for the memory that learners of one host share.
 
@@ -349,19 +329,16 @@ def judge_memory(
     learners needs shared memory for three copies of the model, without which it does not start.
 
     Args:
-        memory: free shared memory of this host.
+        free: free bytes of /dev/shm, or why no file can be created there.
         chunk_kib: size of a chunk, KiB.
         leaders: super learners on this host, at least 1.
         learners_each: learners of a super learner; None: all learners of the host.
     """
     what = "/dev/shm"
     cure = "Enlarge it (mount -o remount,size=8g /dev/shm; docker run --shm-size=8g)"
-    if memory.free_bytes is None:
-        return Finding(
-            FAIL, what, memory.problem, "Mount a tmpfs on /dev/shm that this user may write to."
-        )
-    free, outbox = memory.free_bytes, OUTBOX_CHUNKS * chunk_kib * 1024
-    alone = learners_each == 1
+    if isinstance(free, str):
+        return Finding(FAIL, what, free, "Mount a tmpfs on /dev/shm that this user may write to.")
+    outbox, alone = OUTBOX_CHUNKS * chunk_kib * 1024, learners_each == 1
     if free < LEAST_SHARED_BYTES and not alone:
         found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and three models"
         return Finding(FAIL, what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
@@ -393,40 +370,6 @@ def judge_cores(cores: float, learners: int | None, host: str = "this host") -> 
         cure += "one, which a leader's engine shares."
         return Finding(WARN, "cores", found, cure)
     return Finding(OK, "cores", found)
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface: its name, whether it is up, its speed in Mb/s (None if unknown)."""
-
-    name: str
-    up: bool
-    mbits: int | None
-
-
-def judge_network(interfaces: Collection[Interface], hosts: int) -> Finding:
-    """Check the network interfaces of this host (without the loopback) for a job on `hosts` hosts."""
-    what = "network"
-    up = [f"{i.name} {_speed(i.mbits)}" for i in interfaces if i.up]
-    down = [i.name for i in interfaces if not i.up]
-    found = "; ".join([", ".join(up) or "none up", *(["down: " + ", ".join(down)] if down else [])])
-    if hosts < 2:
-        return Finding(OK, what, found)
-    if not up:
-        cure = "Bring an interface up (ip link set NAME up), or run on this host only."
-        return Finding(FAIL, what, found, cure)
-    speeds = [i.mbits for i in interfaces if i.up]
-    if all(mbits is not None and mbits < SLOW_MBITS for mbits in speeds):
-        cure = "Use a faster link, or send less: HVD_ADPSGD_WIRE_DTYPE=bfloat16, fewer "
-        cure += "HVD_ADPSGD_EXCHANGES_PER_STEP."
-        return Finding(WARN, what, f"{found}; slower than {_speed(SLOW_MBITS)}", cure)
-    return Finding(OK, what, found)
-
-
-def _speed(mbits: int | None) -> str:
-    if mbits is None:
-        return "of unknown speed"
-    return f"{mbits / 1000:g} Gb/s" if mbits >= 1000 else f"{mbits} Mb/s"
 
 
 def _size(nbytes: int) -> str:

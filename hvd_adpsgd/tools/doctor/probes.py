@@ -14,12 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvd_adpsgd.tools.doctor.findings import Interface, Memory
-
 MARK = "@doctor "
 PACKAGE = Path(__file__).resolve().parents[2]
 SHARED_FOLDER = "/dev/shm"
-ARPHRD_LOOPBACK = "772"
 # Variables that a launcher sets for its processes; removed, because programs started here belong to no job.
 _OF_A_JOB = ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", "PMI_", "PRTE_JOB")
 
@@ -264,66 +261,11 @@ def ompi_info(mpirun: str | None, seconds: float) -> str | None:
     return bounded([path, "--parsable"], seconds).out if path else None
 
 
-def shared_memory(folder: str = SHARED_FOLDER) -> Memory:
-    """Return the free bytes of shared memory; None, with the problem, if no file can be created there."""
+def shared_memory(folder: str = SHARED_FOLDER) -> int | str:
+    """Return the free bytes of shared memory, or why no file can be created there."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             room = os.statvfs(folder)
     except OSError as problem:
-        return Memory(None, f"no file can be made there: {problem.strerror}")
-    return Memory(room.f_bavail * room.f_frsize)
-
-
-def usable_cores() -> float:
-    """Return the number of cores that this process may use, by its affinity and its cgroups' CPU quotas."""
-    quotas = [q for q in map(_quota, _control_groups()) if q is not None]
-    return min([float(len(os.sched_getaffinity(0))), *quotas])
-
-
-def _control_groups() -> list[Path]:
-    """Return the folders of this process's cgroup and of its ancestors."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = [line.split(":", 2)[2] for line in lines if line.startswith("0::")]
-    folders = [root, root / "cpu"]
-    for path in own:
-        inner = root / path.strip("/")
-        folders += [inner, *(above for above in inner.parents if above.is_relative_to(root))]
-    return folders
-
-
-def _quota(folder: Path) -> float | None:
-    """Return the cores that a cgroup (version 1 or 2) allows; None without a limit."""
-    two, one = folder / "cpu.max", folder / "cpu.cfs_quota_us"
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        if two.exists():
-            quota, period = two.read_text().split()
-            return None if quota == "max" else int(quota) / int(period)
-        if one.exists():
-            used = int(one.read_text())
-            return used / int((folder / "cpu.cfs_period_us").read_text()) if used > 0 else None
-    return None
-
-
-def interfaces(folder: str = "/sys/class/net") -> list[Interface]:
-    """Return the network interfaces of this host without the loopback."""
-    found = []
-    for path in sorted(Path(folder).glob("*")):
-        if not path.is_dir() or _read(path / "type") == ARPHRD_LOOPBACK:
-            continue
-        speed = _read(path / "speed")  # EINVAL or -1 if the driver does not report a speed
-        known = speed.isdigit() and int(speed) > 0
-        # a driver that does not report the carrier's state gives "unknown" for a working interface
-        up = _read(path / "operstate") in ("up", "unknown")
-        found.append(Interface(path.name, up, int(speed) if known else None))
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+        return f"no file can be made there: {problem.strerror}"
+    return room.f_bavail * room.f_frsize
