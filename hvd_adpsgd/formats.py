@@ -37,11 +37,12 @@ FORMATS = (
     Format("int4", 5, 4, True, "differences in 4 bits between hosts"),
 )
 BY_NAME = {each.name: each for each in FORMATS}
+# by "auto", each with fewer bits than the one before
 CHOSEN = (
     OWN,
     BY_NAME["int8"],
     BY_NAME["int4"],
-)  # by "auto", each with fewer bits than the one before
+)
 
 
 def first_format(wire_dtype: str | None) -> Format:

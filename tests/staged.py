@@ -131,9 +131,8 @@ class Learner:
         self.staging.bind(self.memory, self.tensors)
         self.offered: list[tuple[int, bool]] = []
         self.moves = [torch.zeros_like(t, dtype=torch.float64) for t in self.tensors]
-        self.before: dict[
-            int, list[torch.Tensor]
-        ] = {}  # by step: parameters before its corrections
+        # by step: parameters before its corrections
+        self.before: dict[int, list[torch.Tensor]] = {}
         self.saw: list[list[torch.Tensor]] = []  # each forward pass
         self.lands_as: np.ndarray | None = None  # the mirror, once it had landed
         self.copied = 0

@@ -40,9 +40,8 @@ def lines(script: Path, language: str) -> Iterator[Line]:
     """
     for path in sorted(script.glob(f"*/*dialogs_{language}.lua")):
         for name, font, _, text in _LINE.findall(path.read_text("utf-8")):
-            if spoken := normalised(
-                re.sub(r"(?i)(.)\1{2,}", r"\1", text)
-            ):  # "Rrrot op!" is "Rot op!"
+            # "Rrrot op!" is "Rot op!"
+            if spoken := normalised(re.sub(r"(?i)(.)\1{2,}", r"\1", text)):
                 yield Line(path.parent.name, name, font.removeprefix("font_"), spoken)
 
 

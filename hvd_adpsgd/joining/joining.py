@@ -202,9 +202,8 @@ def watch_job(world: World) -> None:
 
 
 def _watch_job() -> None:
-    ended: dict[
-        int, float
-    ] = {}  # by super_rank, when a super learner that the launcher has started was first seen to have ended
+    # by super_rank, when a super learner that the launcher has started was first seen to have ended
+    ended: dict[int, float] = {}
     while worlds.is_initialized():
         world, now = worlds.current(), time.monotonic()
         gone = world.collectives.ended()
@@ -214,9 +213,8 @@ def _watch_job() -> None:
                 ended.setdefault(i, now)
         lately = [i for i in launched if now - ended.get(i, -math.inf) < _TOGETHER_S]
         is_over = len(lately) > 1 and ended.keys() >= set(launched)
-        if (
-            is_over and worlds.is_initialized()
-        ):  # in a normal shutdown(), there is no world when the processes end
+        # in a normal shutdown(), there is no world when the processes end
+        if is_over and worlds.is_initialized():
             log.warning(
                 "super learner %d leaves: the launcher has ended all super learners that it started.",
                 world.super_rank,

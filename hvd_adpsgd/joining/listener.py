@@ -66,9 +66,8 @@ class Conversation:
     def __init__(self, connection: socket.socket):
         self.connection = connection
         connection.setblocking(False)
-        self._arrived = (
-            bytearray()
-        )  # the beginning of the next object, and the number of its bytes before it
+        # the beginning of the next object, and the number of its bytes before it
+        self._arrived = bytearray()
 
     def send(self, value: Any, seconds: float | None = None) -> None:
         """Send an object.

@@ -72,9 +72,8 @@ class Membership:
         self.is_leader = True
         self._departed: set[int] = set()  # super learners that have left the job, not one engine
         self._logged: set[tuple[int, PeerState]] = set()
-        self._logged_as_information: dict[
-            int, tuple[float, str]
-        ] = {}  # by super_rank: failures logged as information, as a lower super_rank logs the warning
+        # by super_rank: failures logged as information, as a lower super_rank logs the warning
+        self._logged_as_information: dict[int, tuple[float, str]] = {}
 
     def update(
         self, news: Iterable[tuple[int, PeerState]], step: int | None = None, ends: bool = False

@@ -369,18 +369,18 @@ def leave_behind(messages: Messages, fails: bool = False) -> None:
             messages.leave(time.monotonic() + _FLUSH_S, fails)
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
     thread.start()
+    # called before MPI or the connections are closed
     exit_state.at_end += [
         over.set,
         functools.partial(thread.join, _FLUSH_S),
-    ]  # called before MPI or the connections are closed
+    ]
 
 
 def free(*communicators: Any) -> None:
     for comm in communicators:
         if comm is not None:
-            with contextlib.suppress(
-                *mpi_exceptions()
-            ):  # a learner of the communicator has failed: it cannot be freed
+            # a learner of the communicator has failed: it cannot be freed
+            with contextlib.suppress(*mpi_exceptions()):
                 comm.Free()
 
 
@@ -462,10 +462,10 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
 
 def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
     """At exit: shut down, then end MPI, in bounded time."""
-    if (
-        os.getpid() != pid
-    ):  # a forked child, not a learner: it must not run the destructors of Horovod and Gloo,
-        process_exit.end_without_finalize(True)  # which join threads that do not exist in the child
+    # a forked child, not a learner: it must not run the destructors of Horovod and Gloo, which join threads
+    # that do not exist in the child
+    if os.getpid() != pid:
+        process_exit.end_without_finalize(True)
         return
     seconds = patience_s()
     exit_state.is_over = True
@@ -538,9 +538,8 @@ def _ended_mpi(seconds: float) -> bool:
 
     if MPI.Is_finalized():
         return True
-    if (
-        exit_state.stuck and ulfm_enabled()
-    ):  # MPI_Finalize under a thread that uses MPI ends the job
+    # MPI_Finalize under a thread that uses MPI ends the job
+    if exit_state.stuck and ulfm_enabled():
         return False
     if exit_state.barrier is None:
         return finishes_within(_finalize, seconds)

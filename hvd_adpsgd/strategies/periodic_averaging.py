@@ -54,9 +54,8 @@ class PeriodicAveraging(Strategy):
         rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
         require_flag(self.name, "nesterov", self.nesterov)
         object.__setattr__(self, "nesterov", bool(self.nesterov))
-        object.__setattr__(
-            self, "block_momentum", momentum
-        )  # as float: 0 and 0.0 give the same spec
+        # as float: 0 and 0.0 give the same spec
+        object.__setattr__(self, "block_momentum", momentum)
         object.__setattr__(self, "block_rate", rate)
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:

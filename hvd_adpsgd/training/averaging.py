@@ -175,9 +175,8 @@ class Averaging:
         self.require_running()
         self.engine.check()
         self.tensors.require_known(groups)
-        if (
-            self.world.inner_size == 1
-        ):  # with several learners before_gradient() has checked the tensors
+        # with several learners before_gradient() has checked the tensors
+        if self.world.inner_size == 1:
             self.tensors.parameters.check()
         self.order.thread = threading.get_ident()
         if self.restart and not self.step:

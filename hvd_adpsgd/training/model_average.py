@@ -80,7 +80,7 @@ def _require_weights(world: World, weight: Any) -> None:
         ValueError,
         OverflowError,
         RuntimeError,
-    ):  # torch raises RuntimeError for a tensor of several elements
+    ):  # the last of a tensor of several elements
         value = math.nan
     mine = (world.is_leader, value if 0 <= value < math.inf else None, repr(weight))
     told = world.collectives.gather("average_model", mine)

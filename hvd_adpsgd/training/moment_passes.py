@@ -127,9 +127,8 @@ def _correct_by_torch(
     torch._foreach_sub_(mean, fresh)
     torch._foreach_div_(mean, law.decay)
     for v, given, mine in zip(second, mean, own, strict=True):
-        given = torch.where(
-            torch.isfinite(given), given, math.inf
-        )  # moments of peers too large: no step
+        # moments of peers too large: no step
+        given = torch.where(torch.isfinite(given), given, math.inf)
         v.copy_(torch.where(torch.isfinite(mine), given, v))
 
 

@@ -177,9 +177,8 @@ class SharedMoments(UpdateRule):
         self._largest: list[tuple[int, torch.Tensor]] = []  # amsgrad's largest v before the update
         self._updates, self._has_warned = 0, False
         self._follows = False  # whether a step, not a pause, precedes the corrections
-        self._stepped: list[
-            int
-        ] = []  # parameters that the last step has changed, if it was not skipped
+        # parameters that the last step has changed, if it was not skipped
+        self._stepped: list[int] = []
         self._skips: tuple[Event, torch.Tensor] | None = None  # whether it was, behind the event
         self.extend(model)
 

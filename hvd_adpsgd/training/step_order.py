@@ -106,9 +106,8 @@ class StepOrder:
                 self.averaged_sets().of, mates.sets, [ranks[mate] for mate in late]
             )
         except CollectiveMismatchError as error:
-            if (
-                self._in_step
-            ):  # the round of this step needs that learner, so the round can never run
+            # the round of this step needs that learner, so the round can never run
+            if self._in_step:
                 self._leave(error)
             raise horovods(CollectiveMismatchError)(*error.args) from None
 

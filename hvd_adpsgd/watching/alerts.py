@@ -17,10 +17,11 @@ LASTING_S = 30.0  # how long a super learner must be slow, or in such operations
 HUNG_LASTING_S = (
     10.0  # how long it must be hung: not for the moment in which a stopped one continues
 )
+# drifting: factor of the distance's rise, with a relative change of the loss below
 RISE, FLAT = (
     3.0,
     0.02,
-)  # drifting: factor of the distance's rise, with a relative change of the loss below
+)
 # distance and loss: history kept, shortest history that is judged, interval of samples
 HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0
 OVER_S = 300.0  # a problem that returns is reported again only after this time without it
@@ -51,9 +52,8 @@ class Alerts:
     def __init__(self, names: Sequence[str]):
         self._names = names
         self._seen: dict[tuple[str, int | None], float] = {}  # time when a problem was last found
-        self._since: dict[
-            str, dict[int, float]
-        ] = {}  # by kind of problem and super_rank: time since when the problem has lasted
+        # by kind of problem and super_rank: time since when the problem has lasted
+        self._since: dict[str, dict[int, float]] = {}
         self._history: deque[tuple[float, float, float]] = deque()  # (time, distance, loss)
 
     def check(

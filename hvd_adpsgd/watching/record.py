@@ -268,10 +268,11 @@ class _Reading:
     def __init__(self) -> None:
         self._tracks: dict[int, Track] = {}
         self._events: list[tuple[Event, int]] = []  # (event, super_rank of the file's writer)
+        # (time, facts) of the newest start
         self._about: tuple[float, dict[str, Any]] = (
             -math.inf,
             {},
-        )  # (time, facts) of the newest start
+        )
         self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # (time, newest super_size)
 
     def take(self, writer: int, fields: Mapping[str, Any], own: Container[int]) -> None:

@@ -23,9 +23,8 @@ log = logging.getLogger("hvd_adpsgd")
 
 TRACKS = {"trainer": 0, "engine": 1}
 FLUSH_EVENTS = 256
-LIMIT_NBYTES = (
-    16 << 20
-)  # of a learner's files: some hours of steps, and opened in a browser at once
+# of a learner's files: some hours of steps, and opened in a browser at once
+LIMIT_NBYTES = 16 << 20
 _BEGIN, _END = "[\n", "\n]\n"
 
 

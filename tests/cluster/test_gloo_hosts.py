@@ -18,9 +18,8 @@ GLOO = ["--gloo"]
 FAILED_STATUS = 75
 LEAVE = {"HVD_ADPSGD_LEAVE_DEADLINE_S": "3"}
 IMPATIENT = {"HVD_ADPSGD_FAILURE_TIMEOUT_S": "4", **LEAVE}
-PATIENT = {
-    "HVD_ADPSGD_FAILURE_TIMEOUT_S": "600"
-}  # a cut is no failure, however long the waits last
+# a cut is no failure, however long the waits last
+PATIENT = {"HVD_ADPSGD_FAILURE_TIMEOUT_S": "600"}
 
 
 def wait_left_behind(run: Run, lost: int = 2) -> None:

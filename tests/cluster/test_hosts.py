@@ -67,7 +67,6 @@ def test_a_host_that_dies_with_its_launcher_daemon_ends_the_job(tmp_path: Path) 
     """A limit of Open MPI's launcher, which sees the connection closed: with any status."""
     with training(tmp_path) as run:
         run.cluster.kill("node3")
-        run.wait_for(
-            lambda: run.process.poll() is not None
-        )  # though nobody has said that it is enough
+        # though nobody has said that it is enough
+        run.wait_for(lambda: run.process.poll() is not None)
     assert "node3" in run.said

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.mpi
 PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
 RECONNECT_S = 10.0  # hvd_adpsgd.joining.reconnect.RECONNECT_S
+# whoever waits for its deadline is found out
 RECONNECT_WITHOUT_END = (
     "--reconnect-s",
     TIMEOUT_S / 2,
-)  # whoever waits for its deadline is found out
+)
 # Promise 6 is 10 s, on a machine that does nothing else. Whoever waits for a deadline waits 30 s or more.
 ENDS_S = 25.0
 
@@ -176,9 +177,8 @@ def test_one_of_two_lost_ones_replaced(tmp_path):
     for lost in (1, 2, 3):
         line = rf"super learner {lost} \(.*, learner {lost}\) has failed"
         assert len(re.findall(line, result.stderr)) in (1, 2), result.report()
-    assert result.returncode != 0, (
-        result.report()
-    )  # FAILED_STATUS, or what mpirun makes of joining learners
+    # FAILED_STATUS, or what mpirun makes of joining learners
+    assert result.returncode != 0, result.report()
 
 
 @pytest.mark.extended

@@ -177,10 +177,11 @@ def block_momentum(w: Models, gradient: Gradient, steps: int) -> Models:
             "periodic_averaging:period=3,block_momentum=0.6,block_rate=0.8,nesterov=1",
             block_momentum,
         ),
+        # the same law, written otherwise
         (
             "diloco:period=3,rate=0.8,momentum=0.6",
             block_momentum,
-        ),  # the same law, written otherwise
+        ),
     ],
 )
 def test_strategies_in_step_follow_their_laws(

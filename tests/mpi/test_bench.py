@@ -41,9 +41,8 @@ def test_operations() -> None:
 def test_wires() -> None:
     given = {"HVD_ADPSGD_WIRE_DTYPE": "int8"}
     result = json.loads(bench("wires", "--json", "--mib=1", "--rounds=2", **given))
-    options = {
-        k: v for k, v in result["options"].items() if k != "HVD_ADPSGD_INNER"
-    }  # of the tests
+    # of the tests
+    options = {k: v for k, v in result["options"].items() if k != "HVD_ADPSGD_INNER"}
     assert options == {"HVD_ADPSGD_WIRE_DTYPE": "int8"}  # numbers say of what they are
     for way in ("socket", "mpi", "tcp"):
         assert all(result[way][name] > 0 for name in ("mb_per_s_each_way", "cpu_s_per_gb"))

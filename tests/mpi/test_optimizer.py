@@ -370,9 +370,8 @@ def test_groups_that_differ_between_super_learners_are_noticed_when_they_exchang
 
 
 CURES: dict[str, Facts] = {
-    "disturbed_for_a_gradient": {
-        "error": None
-    },  # no forgotten broadcast: models differ for a while
+    # no forgotten broadcast: models differ for a while
+    "disturbed_for_a_gradient": {"error": None},
     "broadcast_after_a_step": {"error": None},
     "state_loaded_before_the_step": {"error": None},
     "after a load": {"same": True},

@@ -135,9 +135,8 @@ class SuperLearner:
             if engine.config.chooses_bits:
                 engine.move_share(0.5, CHOSEN[int(self.rng.integers(3))])
             engine.take_events()
-            time.sleep(
-                1e-4 * self.rng.integers(4)
-            )  # so that steps and exchanges meet in many orders
+            # so that steps and exchanges meet in many orders
+            time.sleep(1e-4 * self.rng.integers(4))
         engine.rounds.finish()
 
     def round(self, step: int, rounds: Rounds) -> None:

@@ -74,9 +74,8 @@ def test_a_difference_is_named_alike_on_all(other: list[str], told: str) -> None
     errors = compared(meeting, {1: MODEL, 2: MODEL, 4: other, 6: [*other, "y"]})
     assert len(set(errors)) == 1
     assert told in errors[0]
-    assert (
-        max(meeting.sent[2], meeting.sent[6]) < 100
-    )  # neither the first, nor the first that differs
+    # neither the first, nor the first that differs
+    assert max(meeting.sent[2], meeting.sent[6]) < 100
 
 
 def test_a_difference_inside_a_super_learner_names_ranks_of_the_job(

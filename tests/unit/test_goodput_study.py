@@ -19,9 +19,8 @@ def one(scheme: str, rate: float, seed: int = 0, **found: Any) -> dict[str, Any]
 
 def test_samples_are_shares_of_all_and_of_those_there() -> None:
     runs = [one("random_pairs", 60.0, 0, kept=0.4), one("random_pairs", 60.0, 1, kept=0.5)]
-    row = goodput.table(runs).splitlines()[
-        -1
-    ]  # a minute between failures, and a minute to a replacement
+    # a minute between failures, and a minute to a replacement
+    row = goodput.table(runs).splitlines()[-1]
     assert row == "| 60 | random_pairs | 4, 3 | 45.0 % | 90.0 % | 1.000 |"
     assert "| 0 | diloco | 4, 3 | 50.0 % | 50.0 % | 1.000 |" in goodput.table([one("diloco", 0.0)])
 

@@ -119,9 +119,8 @@ def test_all_meet_soon_and_the_others_wait_for_one_interval(
         job.run(began + 100.0)
         assert len(job.ended) == number, seed
         ended, since = job.ended[-1]
-        slowest = 1.35 * max(
-            intervals
-        )  # intervals vary by 0.1; a leader may come a quarter of one later
+        # intervals vary by 0.1; a leader may come a quarter of one later
+        slowest = 1.35 * max(intervals)
         assert ended - min(since.values()) <= slowest + 9 * DELAY_S
         assert not job.in_vain
         assert ended - began <= 10 * slowest + 2.0  # also if it first waits for another one to ask

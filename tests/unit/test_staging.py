@@ -149,9 +149,8 @@ def test_the_host_waits_for_nothing_and_only_the_leader_copies():
     follower.staging.settle()
     np.testing.assert_array_equal(follower.values, 5.0)
     np.testing.assert_array_equal(leader.values, 5.0)
-    np.testing.assert_array_equal(
-        leader.mirror(), 2.0
-    )  # of the first step: the next copy had to wait
+    # of the first step: the next copy had to wait
+    np.testing.assert_array_equal(leader.mirror(), 2.0)
 
 
 WAITS = [

@@ -273,9 +273,8 @@ def test_strangers_are_refused(engines: Callable[..., list[Remote]]) -> None:
             with pytest.raises(NotAMember, match="called side refuses"):
                 known.answer(bytes(32), reply)
             assert _is_closed(stranger)
-    with socket.create_connection(
-        address
-    ) as stranger:  # says all that is said in the open, without the secret
+    # says all that is said in the open, without the secret
+    with socket.create_connection(address) as stranger:
         hello = _hello(a)
         stranger.sendall(hello.pack())
         reply = stranger.recv(REPLY_NBYTES, socket.MSG_WAITALL)

@@ -53,9 +53,8 @@ class Order:
     def __init__(self, names: Sequence[int]):
         self._size, self._names = len(names), names
         self._asked: dict[str, dict[int, Request]] = {}
-        self._first: dict[
-            str, int
-        ] = {}  # numbers of these names, in the order of first announcements
+        # numbers of these names, in the order of first announcements
+        self._first: dict[str, int] = {}
         self._numbers = itertools.count()
         self._complete: set[str] = set()  # names that every learner has announced, or is in join()
         self._joined: list[int] = []  # ranks, in the order of their calls of join()

@@ -62,9 +62,8 @@ class Job:
         self._ssh, self._secret = ssh, secrets.token_hex(32) if replaces else ""
         self._mark = f"@{secrets.token_hex(16)} "  # of learners' reports; they do not know it
         self._running: list[asyncio.Task[None]] = []
-        self._ends: dict[
-            int, int
-        ] = {}  # statuses by rank, in order; none where a replacement has joined
+        # statuses by rank, in order; none where a replacement has joined
+        self._ends: dict[int, int] = {}
         self._attempts: Counter[int] = Counter()  # by super_rank
         self._status: int | None = None  # of a job that cannot start, or that a signal ends
 

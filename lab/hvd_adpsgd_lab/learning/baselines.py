@@ -259,10 +259,11 @@ class _DiLoCoRun(_LockStepRun):
             )
             for i in range(self.n)
         ]
+        # samples in the model, and those of each at the last mean
         self._kept, self._before = (
             0,
             [0] * self.n,
-        )  # samples in the model, and those of each at the last mean
+        )
         self._start = [p.detach().clone() for p in self._learners[0].parameters]
         self._outer = torch.optim.SGD(
             self._start,

@@ -81,9 +81,8 @@ class SuperLearner:
             self.rule = make_rule(plan.rule, named, rate)
             kind = adaptive(self.optimizer)
             if training is not None and isinstance(kind, Adaptive):
-                chunks = max(
-                    chunks, 4 * moments_period
-                )  # so that parts of moments are whole chunks
+                # so that parts of moments are whole chunks
+                chunks = max(chunks, 4 * moments_period)
                 self.rule = SharedMoments(
                     named,
                     lambda: self.optimizer,

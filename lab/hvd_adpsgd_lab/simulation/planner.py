@@ -43,9 +43,8 @@ from hvd_adpsgd_lab.simulation.steering import Steering
 if TYPE_CHECKING:
     from hvd_adpsgd_lab.simulation.job import LocalUpdates  # a protocol of the stub only
 
-PATIENT = DEFAULTS.replace(
-    deadline_s=10.0
-)  # the few chunks of a simulated model are larger than real ones
+# the few chunks of a simulated model are larger than real ones
+PATIENT = DEFAULTS.replace(deadline_s=10.0)
 ELEMENTS = 8  # elements of a simulated chunk
 _MOST_WITH_SLOW_LINKS = 4096  # a number for each pair
 NEVER = 10**9
@@ -300,9 +299,8 @@ def _job(c: Cluster) -> tuple[Job, npt.NDArray[np.float64]]:
     """Build the simulated job, not started, and return with it the seconds until each super learner fails."""
     random = np.random.default_rng(c.seed)
     models = [random.standard_normal((c.chunks, ELEMENTS)) for _ in range(c.super_learners)]
-    if (
-        c.config.wire_dtype
-    ):  # float32 as the planned model: 16 bits are half, and sums have all bits
+    # float32 as the planned model: 16 bits are half, and sums have all bits
+    if c.config.wire_dtype:
         models = [model.astype(np.float32) for model in models]
     job = job_of(c, models, bytes_scale=c.model_nbytes / models[0].nbytes)
     return job, _strike(job, c)

@@ -31,9 +31,8 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    training = Training(
-        1000, 2000, idle_s=0.08, exchange_share="auto"
-    )  # 8 MB: 6.4 s at 10 Mb/s; a chunk 52 ms
+    # 8 MB: 6.4 s at 10 Mb/s; a chunk 52 ms
+    training = Training(1000, 2000, idle_s=0.08, exchange_share="auto")
     ends = time.monotonic() + DEADLINE_S
     seen: list[dict[str, float]] = []
     for number, phase in enumerate(PHASES):

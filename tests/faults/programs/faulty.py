@@ -151,9 +151,8 @@ def main() -> None:
     script_init(script)
     hvd.init()
     facts = train(args, script)
-    worlds.current().teardown.at_shutdown(
-        lambda: script.here("shutdown")
-    )  # before the engine's departure
+    # before the engine's departure
+    worlds.current().teardown.at_shutdown(lambda: script.here("shutdown"))
     script.leave("json", **facts)
     hvd.shutdown()
 

@@ -146,9 +146,8 @@ class Learner:
         self.turn()
         self.turn()
         np.save(self.args.folder / f"{self.rank}.{name}.npy", self.model)
-        exchanges = int(
-            self.engine.metrics()["exchanges"]
-        )  # before any survivor begins another one
+        # before any survivor begins another one
+        exchanges = int(self.engine.metrics()["exchanges"])
         self.survivors.Barrier()
         self.engine.resume()
         return exchanges

@@ -35,9 +35,8 @@ def main() -> None:
     plain = sgd(ideal)
     averaging = optimizer._averaging  # type: ignore[attr-defined]
     (distance,) = averaging.rule.tensors()["distance"]
-    first = (
-        world.super_rank * world.inner_size
-    )  # learners of a super learner have consecutive ranks
+    # learners of a super learner have consecutive ranks
+    first = world.super_rank * world.inner_size
     digests, worst, moved, pause = [], 0.0, [0.0], pauses(3e-3)
     for step in until_all(lambda: max(moved) > MOVED, STEPS, CHECK):
         optimizer.zero_grad()

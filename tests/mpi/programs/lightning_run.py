@@ -108,9 +108,8 @@ def watched(net: Any) -> Any:
             self.facts["apart"] = max(self.facts["apart"], hvd.consensus_distance(self))
             with hvd.averaging_paused():
                 self.own = digest(floating(self.state_dict()))
-                leaders = (
-                    flat(floating(self.state_dict())) * hvd.is_leader()
-                )  # BatchNorm's numbers are the leader's
+                # BatchNorm's numbers are the leader's
+                leaders = flat(floating(self.state_dict())) * hvd.is_leader()
                 mean = hvd.allreduce(leaders, op=hvd.Sum) / hvd.super_size()
             self.means[self.trainer.current_epoch] = mean
 

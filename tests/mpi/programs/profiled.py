@@ -27,9 +27,8 @@ def step() -> None:
     optimizer.step()
 
 
-with profiler.profile(
-    use_kineto=True
-) as profile:  # torch.profiler needs modules that QUICK replaces
+# torch.profiler needs modules that QUICK replaces
+with profiler.profile(use_kineto=True) as profile:
     for _ in range(STEPS):
         step()
 marks = [event.key for event in profile.key_averages() if event.key.startswith("hvd_adpsgd.")]
