@@ -249,13 +249,9 @@ class Collectives:
 
         Values of learners that have failed during this gather are omitted.
         """
-        told = self.run(
-            Call(doing, private=value),
-            lambda attempt: dict(
-                zip(attempt.ranks, (c.private for c in attempt.calls), strict=True)
-            ),
-        )
-        return [told[rank] for rank in self.ranks]
+        call = Call(doing, private=value)
+        calls = self.run(call, lambda attempt: dict(zip(attempt.ranks, attempt.calls, strict=True)))
+        return [calls[rank].private for rank in self.ranks]
 
     def confer(
         self,
@@ -648,9 +644,7 @@ class _Outcome(Generic[T]):
     def __init__(self) -> None:
         self.result: T | None = None
         self.error: Exception | None = None
-        self.ends: float | None = (
-            None  # until when this learner waits for the decision, of monotonic()
-        )
+        self.ends: float | None = None  # until when this learner waits for the decision (monotonic)
         self.gave_way = False
 
     def get(self) -> T:

@@ -126,9 +126,8 @@ class Connections:
         self._dialed: dict[int, float] = {}
         self._ready = threading.Event()
         self._closing = threading.Event()
-        self._broken: Exception | None = (
-            None  # the error for which this object's thread has not started
-        )
+        # the error for which this object's thread has not started
+        self._broken: Exception | None = None
         self._stop: Callable[[], object] = bool
         self._thread: threading.Thread | None = None
         self._pipes: list[int] = []

@@ -220,12 +220,11 @@ class Engine:
         if self.loop is None:
             return
         with self._announcing:
-            for part in self.memory.own.layout.parts[self._announced :]:
-                rare = self.memory.own.layout.rare(part.last_chunk)
-                self.loop.extend(
-                    part.last_chunk, part.fingerprint, rare, self.memory.own.layout.period
-                )
-            self._announced = len(self.memory.own.layout.parts)
+            layout = self.memory.own.layout
+            for part in layout.parts[self._announced :]:
+                rare = layout.rare(part.last_chunk)
+                self.loop.extend(part.last_chunk, part.fingerprint, rare, layout.period)
+            self._announced = len(layout.parts)
 
     def stop(self, broken: bool = False, within_s: float = math.inf) -> None:
         """Finish running exchanges, notify peers, end the engine's thread. Bounded, idempotent, thread-safe.

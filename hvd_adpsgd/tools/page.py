@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 _SHOWN_EVENTS, _MARKED_EVENTS = 200, 50
 _SHOWN_SCALARS = 12
 _POINTS = 20_000  # most points of a chart, over all its lines
-_GAP_S = (
-    10.0  # a line is interrupted between reports that are farther apart, or than five intervals
-)
+# a line is interrupted between reports that are farther apart, or than five intervals
+_GAP_S = 10.0
 _CHART_PX, _ROW_PX = 320, 26
 _STYLES = {"failed": "red", "suspect": "orange", "alert": "red"}  # of events that are marked
 

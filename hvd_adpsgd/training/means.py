@@ -218,13 +218,9 @@ def _means_of_both(
     unfit: dict[int, str] = {}
     for kind in (False, True):
         its = [i for i, entry in enumerate(entries) if is_sharded(entry.tensor) is kind]
-        keeps = [wanted[i] for i in its]
-        found, bad = means_of_models(
-            world, doing, [entries[i] for i in its], weight, pending, keeps
-        )
-        means.update(
-            zip((i for i, keep in zip(its, keeps, strict=True) if keep), found, strict=True)
-        )
+        some, keeps = [entries[i] for i in its], [wanted[i] for i in its]
+        found, bad = means_of_models(world, doing, some, weight, pending, keeps)
+        means.update(zip((i for i in its if wanted[i]), found, strict=True))
         unfit.update(bad)
     return [means[i] for i in sorted(means)], dict(sorted(unfit.items()))
 
@@ -360,17 +356,15 @@ def _means_of(
     return [means[i] for i in range(len(arrays))]
 
 
-def _mean_in(
-    weights: dict[int, float], parts: Sequence[NDArray[Any]], result: NDArray[Any]
-) -> None:
-    """Write the weighted mean of `parts`, given in the order of their ranks, to `result`; as `_mean` does."""
-    result[:] = 0.0
+def _mean_in(weights: dict[int, float], parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    """Write the weighted mean of `parts`, given in the order of their ranks, to `out`; as `_mean` does."""
+    out[:] = 0.0
     for rank, part in zip(sorted(weights), parts, strict=True):
         difference = part - parts[0]
         difference *= weights[rank]
-        result += difference
-    result /= sum(weights.values())
-    result += parts[0]
+        out += difference
+    out /= sum(weights.values())
+    out += parts[0]
 
 
 def _mean(attempt: Attempt, weights: dict[int, float], mine: NDArray[Any]) -> NDArray[Any]:

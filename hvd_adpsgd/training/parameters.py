@@ -62,9 +62,7 @@ def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Those that are not in the state dict are caches, such as masks and tables of rotary embeddings. The
     vectors of spectral_norm have length 1 and either sign: their mean may be 0, and weights then NaN.
     """
-    without = {
-        id(buffer) for each in module.modules() for buffer in (*_vectors(each), *_caches(each))
-    }
+    without = {id(b) for each in module.modules() for b in (*_vectors(each), *_caches(each))}
     for name, buffer in module.named_buffers():
         dense = buffer.layout == torch.strided and buffer.is_floating_point()
         if dense and id(buffer) not in without:
@@ -73,9 +71,7 @@ def statistics(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _caches(module: torch.nn.Module) -> list[torch.Tensor]:
     names = module._non_persistent_buffers_set
-    return [
-        buffer for name, buffer in module._buffers.items() if name in names and buffer is not None
-    ]
+    return [b for name, b in module._buffers.items() if name in names and b is not None]
 
 
 def _vectors(module: torch.nn.Module) -> list[torch.Tensor]:

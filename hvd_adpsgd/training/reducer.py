@@ -219,9 +219,8 @@ class Reducer:
             if grad.is_sparse and not self._sparse_as_dense:
                 running.append(self._gather(p))
                 continue
-            tensor, context = self._compression.compress(
-                grad.to_dense() if grad.is_sparse else grad
-            )
+            given = grad.to_dense() if grad.is_sparse else grad
+            tensor, context = self._compression.compress(given)
             dense.append(p)
             tensors.append(tensor)
             contexts.append(context)

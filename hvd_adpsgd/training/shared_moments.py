@@ -346,9 +346,7 @@ class SharedMoments(UpdateRule):
 
     def _warn_of_large(self, places: list[int], second: Tensors) -> None:
         """Warn, once, of a parameter that a second moment of this super learner stops for long."""
-        parts = [
-            (i, part) for i, v in zip(places, second, strict=True) if (part := local(v)).numel()
-        ]
+        parts = [(i, p) for i, v in zip(places, second, strict=True) if (p := local(v)).numel()]
         if self._has_warned or not parts:
             return
         norms = torch._foreach_norm([part for _, part in parts], math.inf)

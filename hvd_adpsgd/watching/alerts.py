@@ -14,9 +14,8 @@ APART_S = 60.0  # alert if a super learner has had no exchange for this time
 SILENT_S = 60.0  # alert if a super learner has not answered for this time
 OPERATIONS = 0.5  # alert above this share of time in operations over all learners
 LASTING_S = 30.0  # how long a super learner must be slow, or in such operations, before the alert
-HUNG_LASTING_S = (
-    10.0  # how long it must be hung: not for the moment in which a stopped one continues
-)
+# how long it must be hung: not for the moment in which a stopped one continues
+HUNG_LASTING_S = 10.0
 # drifting: factor of the distance's rise, with a relative change of the loss below
 RISE, FLAT = (
     3.0,

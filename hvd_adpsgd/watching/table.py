@@ -11,9 +11,8 @@ from hvd_adpsgd.watching.record import Run, Track, plain
 from hvd_adpsgd.watching.reports import METRICS, Metric, Report, can_draw, main_scalar, short
 
 _BARS = "▁▂▃▄▅▆▇█"
-_SILENT_S = (
-    10.0  # a super learner is SILENT after this time without a report, or five intervals if longer
-)
+# a super learner is SILENT after this time without a report, or five intervals if longer
+_SILENT_S = 10.0
 # each state of a super learner, with its style for rich
 STATES = {
     "ok": "", "left": "", "SLOW": "yellow", "HUNG": "bold red", "SUSPECT": "yellow", "SILENT": "red",
@@ -50,9 +49,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as a dict for JSON, without `losses`; numbers that are not finite as by `plain`."""
-        own = {
-            name: value for name, value in vars(self).items() if name not in ("report", "losses")
-        }
+        own = {k: value for k, value in vars(self).items() if k not in ("report", "losses")}
         row: dict[str, Any] = plain({**self.report.to_dict(), **own})
         return row
 

@@ -1,5 +1,6 @@
 """Horovod's operations on tensors, inside a super learner. Arguments and results are Horovod's."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -368,12 +369,9 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _, op, before, after = how
-        ctx.factor = before * after * (world.size() if op == Sum else 1)  # as Horovod's
-        name, *rest = how
-        return tuple(
-            synchronize(grouped_reducescatter_async(tensors, name, rest[0], None, *rest[1:]))
-        )
+        name, op, *factors = how
+        ctx.factor = math.prod(factors) * (world.size() if op == Sum else 1)  # as Horovod's
+        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, None, *factors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -206,9 +206,8 @@ def judge_threads(answer: Mapping[str, Any], environ: Mapping[str, str]) -> Find
         return Finding(FAIL, what, f"MPI does not start: {answer['error']}", cure)
     if answer["level"] != "MPI_THREAD_MULTIPLE":
         because = f" ({', '.join(lowering)})" if lowering else ""
-        return Finding(
-            FAIL, what, f"{answer['level']}{because}, needed is MPI_THREAD_MULTIPLE", cure
-        )
+        found = f"{answer['level']}{because}, needed is MPI_THREAD_MULTIPLE"
+        return Finding(FAIL, what, found, cure)
     return Finding(OK, what, answer["level"])
 
 
@@ -279,12 +278,9 @@ def judge_horovod(answer: Mapping[str, Any]) -> Finding:
         found = f"torch {answer['torch']} has no CUDA: the {answer['gpus']} GPUs here are not used"
         return Finding(WARN, what, found, f"Install a torch with CUDA, then run {_BUILD}.")
     if answer["gpus"] and not answer["nccl"]:
-        found = (
-            f"built without NCCL: gradients on the {answer['gpus']} GPUs here pass through the CPU"
-        )
-        return Finding(
-            FAIL, what, found, f"With nvcc on PATH: HOROVOD_GPU_OPERATIONS=NCCL {_BUILD}."
-        )
+        found = f"no NCCL: gradients on the {answer['gpus']} GPUs here pass through the CPU"
+        cure = f"With nvcc on PATH: HOROVOD_GPU_OPERATIONS=NCCL {_BUILD}."
+        return Finding(FAIL, what, found, cure)
     return Finding(OK, what, f"built with MPI, loads with torch {answer['torch']}")
 
 
@@ -319,9 +315,7 @@ def judge_extension(answer: Mapping[str, Any]) -> Finding:
     return Finding(OK, what, f"loads ({', '.join(answer['modules'])})")
 
 
-def judge_memory(
-    free: int | str, chunk_kib: int, leaders: int, learners_each: int | None
-) -> Finding:
+def judge_memory(free: int | str, chunk_kib: int, leaders: int, each: int | None) -> Finding:
     """Check that /dev/shm has room for the memory that learners of one host share.
 
     Each leader allocates an outbox of OUTBOX_CHUNKS chunks, which leaders of the same host read, but only if
@@ -332,13 +326,13 @@ def judge_memory(
         free: free bytes of /dev/shm, or why no file can be created there.
         chunk_kib: size of a chunk, KiB.
         leaders: super learners on this host, at least 1.
-        learners_each: learners of a super learner; None: all learners of the host.
+        each: learners of a super learner; None: all learners of the host.
     """
     what = "/dev/shm"
     cure = "Enlarge it (mount -o remount,size=8g /dev/shm; docker run --shm-size=8g)"
     if isinstance(free, str):
         return Finding(FAIL, what, free, "Mount a tmpfs on /dev/shm that this user may write to.")
-    outbox, alone = OUTBOX_CHUNKS * chunk_kib * 1024, learners_each == 1
+    outbox, alone = OUTBOX_CHUNKS * chunk_kib * 1024, each == 1
     if free < LEAST_SHARED_BYTES and not alone:
         found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and three models"
         return Finding(FAIL, what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
@@ -458,9 +452,7 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
     if said["cores"] < visit.slots:
         return Finding(WARN, what, found, f"Give {visit.host} at most {said['cores']:g} slots.")
     if said["free_bytes"] < LEAST_SHARED_BYTES:
-        return Finding(
-            WARN, what, found, "Enlarge its /dev/shm (mount -o remount,size=8g /dev/shm)."
-        )
+        return Finding(WARN, what, found, "Enlarge it (mount -o remount,size=8g /dev/shm).")
     return Finding(OK, what, found)
 
 

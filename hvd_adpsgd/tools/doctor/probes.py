@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MARK = "@doctor "
+Extra = Mapping[str, str | None] | None
 PACKAGE = Path(__file__).resolve().parents[2]
 SHARED_FOLDER = "/dev/shm"
 # Variables that a launcher sets for its processes; removed, because programs started here belong to no job.
@@ -38,15 +39,13 @@ class Answer(NamedTuple):
     error: str = ""
 
 
-def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+def environment(extra: Extra = None) -> dict[str, str]:
     """Return os.environ without variables of a launcher, and with `extra`, whose None removes a variable."""
     wanted = {**os.environ, **(extra or {})}
     return {k: v for k, v in wanted.items() if v is not None and not k.startswith(_OF_A_JOB)}
 
 
-def bounded(
-    command: Sequence[str], seconds: float, extra: Mapping[str, str | None] | None = None
-) -> Answer:
+def bounded(command: Sequence[str], seconds: float, extra: Extra = None) -> Answer:
     """Run a program for at most `seconds`; on timeout, end its process group.
 
     The program's output goes to files, because a grandchild that survives would keep a pipe open.
@@ -127,9 +126,7 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def ask(
-    program: str, seconds: float, extra: Mapping[str, str | None] | None = None
-) -> dict[str, Any]:
+def ask(program: str, seconds: float, extra: Extra = None) -> dict[str, Any]:
     """Run code in another process of this Python, where it reports facts by say(name=value, ...).
 
     Returns:

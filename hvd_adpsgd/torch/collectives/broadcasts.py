@@ -171,9 +171,8 @@ def broadcast_optimizer_state(
 
 def _broadcast_sharded_state(optimizer: torch.optim.Optimizer, root_rank: int | None) -> None:
     """As broadcast_optimizer_state, for DTensors: learners get the parts of their counterparts."""
-    state = filled(
-        broadcast_object(outlined(optimizer.state_dict()), root_rank), mesh_of(optimizer)
-    )
+    outline = broadcast_object(outlined(optimizer.state_dict()), root_rank)
+    state = filled(outline, mesh_of(optimizer))
     world = worlds.current()
     is_first = root_rank is None or world.collectives.joining
     if world.rank != (world.collectives.ranks[0] if is_first else root_rank):
