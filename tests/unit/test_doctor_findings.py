@@ -16,14 +16,7 @@ from hvd_adpsgd.launch.host_name import unresolved_host
 from hvd_adpsgd.tools import doctor
 from hvd_adpsgd.tools.doctor import findings as f
 from hvd_adpsgd.tools.doctor import hosts, launch, probes
-from hvd_adpsgd.tools.doctor.findings import (
-    FAIL,
-    OK,
-    WARN,
-    Finding,
-    Survival,
-    Visit,
-)
+from hvd_adpsgd.tools.doctor.findings import FAIL, OK, WARN, Finding, Survival, Visit
 from hvd_adpsgd.tools.doctor.probes import Answer
 from tests.launcher import wait_for
 
@@ -84,13 +77,6 @@ JUDGED = {  # arguments, level, and words of what was found or of the cure
         (({**INSIDE, "gpus": 2},), WARN, "2 GPUs", "no CUDA"),
         (({**INSIDE, "gpus": 2, "cuda": "13.0"},), WARN, "no NCCL"),
         (({**INSIDE, "gpus": 2, "cuda": "13.0", "nccl": True},), OK),
-    ],
-    f.judge_controller: [
-        (({},), OK, "MPI"),
-        (({"HOROVOD_CONTROLLER": "gloo"},), WARN, "unset HOROVOD_CONTROLLER.", "horovodrun --gloo"),
-        (({"HOROVOD_CPU_OPERATIONS": "GLOO"},), WARN, "unset HOROVOD_CPU_OPERATIONS."),
-        (({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"},),
-         WARN, "HOROVOD_CONTROLLER and HOROVOD_CPU_OPERATIONS"),
     ],
     f.judge_mpi: [
         (("/v/mpirun", "mpirun (Open MPI) 5.0.11", library(OPEN_MPI_5)),

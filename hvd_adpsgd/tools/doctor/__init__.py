@@ -115,7 +115,6 @@ def _examine_mpi(seconds: float) -> Generator[Finding, None, tuple[bool, bool]]:
     Returns:
         whether ULFM is compiled into MPI, and whether a plain horovodrun switches ULFM on.
     """
-    yield findings.judge_controller(os.environ)
     yield findings.judge_home(os.environ)
     mpirun, launcher = probes.mpirun_version(seconds)
     library = probes.ask(probes.LIBRARY, seconds, probes.UNSTARTED)

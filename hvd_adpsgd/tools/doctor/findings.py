@@ -119,16 +119,6 @@ def asks_for_gloo(environ: Mapping[str, str]) -> list[str]:
     return [name for name in names if environ.get(name, "").strip().lower() == "gloo"]
 
 
-def judge_controller(environ: Mapping[str, str]) -> Finding:
-    """Check whether Horovod uses MPI; with Gloo, learners that MPI has started refuse to train."""
-    what, gloo = "HOROVOD_CONTROLLER", asks_for_gloo(environ)
-    if gloo:
-        found = ", ".join(f"{name}={environ[name]}" for name in gloo)
-        found += ": learners start under `horovodrun --gloo` or torchrun, not under mpirun"
-        return Finding(WARN, what, found, f"To use MPI, unset {' and '.join(gloo)}.")
-    return Finding(OK, what, environ.get(what, "").strip() or "not set, so MPI")
-
-
 _MPI_PATTERNS = (
     ("Open MPI", r"(?:Open MPI|OpenRTE)\)? v?(\d[\d.]*)"),
     ("Intel MPI", r"Intel\(R\) MPI Library\D*?(\d[\d.]*)"),
