@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hvd_adpsgd import errors
 from hvd_adpsgd.collectives.call import Call, GaveWayError, compare
 from hvd_adpsgd.collectives.fifo_lock import FifoLock
+from hvd_adpsgd.collectives.topics import Topics
 from hvd_adpsgd.collectives.usage import Caller, counted
 from hvd_adpsgd.engine.agreement import Decision
 from hvd_adpsgd.errors import (
@@ -30,7 +31,6 @@ from hvd_adpsgd.messaging.messages import COMPLETE, NO_ERROR, AttemptAbandonedEr
 from hvd_adpsgd.messaging.mpi_transport import exited, is_failure, is_of_mpi
 
 T = TypeVar("T")
-Talk = Callable[[set[int], list[tuple[int, Any]]], Sequence[tuple[int, Any]]]
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -39,7 +39,7 @@ _FLUSH_S = 1.0
 _LATE_S = 1.0
 # Number of polls of the network after a departure is sent, as MPI opens connections; seconds between two.
 _PUSHES, _PUSH_S = 20, 5e-3
-_SERVE_S = 0.02  # between two calls of `talks` while this learner waits in an operation
+_SERVE_S = 0.02  # between two exchanges of `topics` while this learner waits in an operation
 _TOGETHER_S = 1.0  # longest wait for the decision of an operation that a failing step ends
 
 
@@ -95,8 +95,7 @@ class Collectives:
         steps: functions that return how many sets of gradients the super learner has averaged for an
             optimizer. If super learners wait for each other's steps, a second function per optimizer returns
             the number of steps made.
-        talks: by topic, functions that are given the ranks of the learners not known to have ended and the
-            (rank, message) that others have sent, and return (rank, message) to send; they never wait.
+        topics: what exchanges messages between operations.
         newcomers: ranks of the learners that have joined, a set per replacement of the communicators.
         is_newcomer: whether this learner has joined a running job.
         lock: orders the operations of several threads; an operation that another thread will run later takes
@@ -123,7 +122,7 @@ class Collectives:
         self.asked: list[Callable[[], object]] = []
         self.before: list[Callable[[], object]] = []
         self.steps: list[Callable[[], Made]] = []
-        self.talks: dict[str, Talk] = {}
+        self.topics = Topics(self.serve)
         self.newcomers: list[frozenset[int]] = []
         self.is_newcomer = joining
         self._between, self._served = threading.RLock(), 0.0
@@ -185,7 +184,7 @@ class Collectives:
         Returns None if an operation still uses it, a learner has failed, or `seconds` have passed.
         """
         ends = time.monotonic() + seconds
-        self.talks.clear()
+        self.topics.by_name.clear()
         with self.lock.within(seconds) as are_over:  # False if a thread is still in an operation
             return self.messages.comm if are_over and self.messages.close(ends) else None
 
@@ -289,16 +288,16 @@ class Collectives:
             yield is_between
 
     def serve(self) -> None:
-        """Exchange messages of all `talks`, unless an operation runs, which does so itself while it waits."""
+        """Exchange messages of `topics`, unless an operation runs, which does so itself while it waits."""
         with self.between() as is_between:
-            if is_between and self.talks:
+            if is_between and self.topics.by_name:
                 self.messages.poll()
                 self.messages.look_for_failures()
                 self._serve()
 
     def _serve(self) -> None:
-        for topic, talk in list(self.talks.items()):
-            self._say(topic, talk(*self._heard(topic)))
+        for name, topic in list(self.topics.by_name.items()):
+            self._say(name, topic.talk(*self._heard(name)))
 
     def _heard(self, topic: str) -> tuple[set[int], list[tuple[int, Any]]]:
         messages = self.messages
@@ -313,7 +312,7 @@ class Collectives:
     def _look_around(self) -> None:
         """While this learner waits in an operation: serve, and notify the others that it waits."""
         now = time.monotonic()
-        if self.talks and now - self._served > _SERVE_S:
+        if self.topics.by_name and now - self._served > _SERVE_S:
             self._served = now
             self._serve()
         self._tell_late()
@@ -412,9 +411,7 @@ class Collectives:
 
     def announce_departure(self, ranks: Collection[int]) -> None:
         """Notify all other learners that the learners of `ranks` leave in order; callable on any thread."""
-        self.messages.announce_departure(
-            [place for place, rank in enumerate(self._ranks) if rank in ranks]
-        )
+        self.messages.announce_departure([i for i, rank in enumerate(self._ranks) if rank in ranks])
         for _ in range(_PUSHES):  # messages move only while the network is polled, as `ended` does
             self.ended()
             time.sleep(_PUSH_S)

@@ -1,8 +1,6 @@
-"""Exchanges messages of a process's samplers: on a thread, and in operations over all learners that wait."""
+"""Exchanges messages of a process's samplers."""
 
-import contextlib
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 
 _TOPIC = "data"
-_OPEN_S, _IDLE_S = 0.02, 0.2  # between two exchanges while a sampler is in an epoch, and else
 
 
 class Channel:
@@ -26,44 +23,35 @@ class Channel:
         self._meetings = len(world.collectives.newcomers)
         # received messages, by number of the sampler, which may not have begun
         self._received: dict[int, list[tuple[int, Any]]] = defaultdict(list)
-        self._woken, self._ends = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="hvd_adpsgd.data")
-
-    def start(self) -> None:
-        """Exchange messages until shutdown()."""
-        self._collectives.talks[_TOPIC] = self.talk
-        self._world.teardown.at_shutdown(self.close)
-        self._thread.start()
 
     def open(self, size: Callable[[int], int], *of_sampler: Any) -> Sharding:
         """Return the Sharding of one more sampler; the arguments: see there."""
         world = worlds.current()
         parts = None if world.collectives.is_newcomer else world.membership.founders
-        of_job = world.rank, world.groups, parts, self._woken.set
+        of_job = world.rank, world.groups, parts, self._collectives.topics.wake
         sharding = Sharding(*of_job, size, *of_sampler)
         self._shardings.append(sharding)
         return sharding
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a sampler is in an epoch."""
+        return any(sharding.is_open for sharding in self._shardings)
+
     def close(self) -> None:
-        """Report what was consumed, and end the thread."""
+        """Report what was consumed, and exchange no more messages."""
         for sharding in self._shardings:
             sharding.close()
-        self._ends = True
-        self._woken.set()
-        self._thread.join()
-        with contextlib.suppress(Exception):  # nobody may be there any more
-            self._collectives.serve()
-        self._collectives.talks.pop(_TOPIC, None)
-        _channels.pop(self._collectives, None)
+        self._collectives.topics.remove(_TOPIC)
 
     def talk(self, living: set[int], heard: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Hand messages to the samplers, and return theirs, see Collectives.serve."""
+        """Hand messages to the samplers, and return theirs."""
         if worlds.is_initialized():  # else in shutdown()
             self._world = worlds.current()
         own = self._world.super_rank
         if not living.issuperset(self._world.groups[own]):
             what = f"a learner of super learner {own} has failed while a sampler waited for it"
-            self._fail(LearnerFailedError(f"{what}. Save the model, and exit."))
+            self.fail(LearnerFailedError(f"{what}. Save the model, and exit."))
         view = self._view(living)
         if view.is_anew:
             self._received.clear()
@@ -85,27 +73,18 @@ class Channel:
         )
         return View(world.groups, alive | own, joined - own, bool(new))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Let the samplers raise an error."""
         for sharding in self._shardings:
             sharding.error = error
 
-    def _run(self) -> None:
-        try:
-            while not self._ends:
-                is_open = any(sharding.is_open for sharding in self._shardings)
-                self._woken.wait(_OPEN_S if is_open else _IDLE_S)
-                self._woken.clear()
-                self._collectives.serve()
-        except Exception as error:  # raised by the samplers
-            self._fail(error)
-
-
-_channels: dict[Any, Channel] = {}  # by Collectives
-
 
 def channel_of(world: World) -> Channel:
-    """Return the Channel of this process; the first call starts it."""
-    if world.collectives not in _channels:
-        _channels[world.collectives] = Channel(world)
-        _channels[world.collectives].start()
-    return _channels[world.collectives]
+    """Return the Channel of this process; the first call makes it, until shutdown()."""
+    topics = world.collectives.topics
+    if _TOPIC not in topics.by_name:
+        topics.by_name[_TOPIC] = Channel(world)
+        world.teardown.at_shutdown(topics.by_name[_TOPIC].close)
+        topics.wake()
+    channel: Channel = topics.by_name[_TOPIC]
+    return channel

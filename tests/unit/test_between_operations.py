@@ -1,6 +1,7 @@
 """Between two operations over all learners: who has ended in order, and who waits in an operation."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_topics_have_messages_of_their_own(
         heard.append((living, messages))
         return [(2, "answer")] if messages else []
 
-    collectives.talks["data"] = talk
+    collectives.topics.by_name["data"] = SimpleNamespace(talk=talk)
     network.arrives_pickled(1, BETWEEN, ("data", "question"))
     network.arrives_pickled(1, BETWEEN, ("admit", "other"))
     collectives.serve()
