@@ -286,7 +286,7 @@ class Config:
         for key in sorted(given.keys() - known.keys()):
             _require_known(key, public, "environment variable", "environment")
         return cls(
-            **{known[key]: _parsed(known[key], text) for key, text in given.items() if text.strip()}
+            **{known[k]: _parsed(known[k], text) for k, text in given.items() if text.strip()}
         )
 
     @staticmethod

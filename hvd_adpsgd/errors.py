@@ -134,9 +134,7 @@ class TransportError(AdpsgdError, RuntimeError):
         peer: super_rank of the super learner at the other end; None if the error concerns no peer.
     """
 
-    def __init__(
-        self, message: str = "", *, code: int | None = None, peer: int | None = None
-    ) -> None:
+    def __init__(self, message: str = "", *, code: int | None = None, peer: int | None = None):
         super().__init__(message)
         self.code = code
         self.peer = peer

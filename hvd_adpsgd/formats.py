@@ -38,11 +38,7 @@ FORMATS = (
 )
 BY_NAME = {each.name: each for each in FORMATS}
 # by "auto", each with fewer bits than the one before
-CHOSEN = (
-    OWN,
-    BY_NAME["int8"],
-    BY_NAME["int4"],
-)
+CHOSEN = (OWN, BY_NAME["int8"], BY_NAME["int4"])
 
 
 def first_format(wire_dtype: str | None) -> Format:

@@ -304,9 +304,7 @@ class Engine:
     def _warn_left_out(self) -> None:
         """Warn, once per tensor, of tensors of which the last 8 exchanges left out a chunk."""
         chunks = self.memory.own.store.left_out(_LEFT_OUT)
-        names = [
-            name for name in self.memory.own.layout.names_in(chunks) if name not in self._told_void
-        ]
+        names = [n for n in self.memory.own.layout.names_in(chunks) if n not in self._told_void]
         if not names:
             return
         self._told_void.update(names)

@@ -8,12 +8,7 @@ FLOAT16: int
 def fence() -> None: ...
 def itemsize(dtype: int) -> int: ...
 def snapshot(
-    dtype: int,
-    wire: int,
-    out: Any,
-    mirror: Any,
-    first: Any = None,
-    second: Any = None,
+    dtype: int, wire: int, out: Any, mirror: Any, first: Any = None, second: Any = None
 ) -> bool: ...
 def merge(
     dtype: int,

@@ -43,9 +43,8 @@ def outlined(value: Any) -> Any:
 def filled(value: Any, mesh: Any) -> Any:
     """Return a nested value with zeros on `mesh` in the place of each Outline."""
     if isinstance(value, Outline):
-        from torch.distributed.tensor import (
-            zeros,  # takes long; where there are DTensors it is imported
-        )
+        # takes long; where there are DTensors it is imported
+        from torch.distributed.tensor import zeros
 
         shape, dtype, placements = value
         return zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)

@@ -102,9 +102,7 @@ class JoinState:
         self.moments = moments
         plain = [_without_averaging(optimizer.state_dict()) for optimizer in optimizers]
         self.optimizers = [outlined(state) for state in plain]
-        self.memories = [
-            (averaging.step, outlined(checkpoint.state(averaging))) for averaging in live()
-        ]
+        self.memories = [(a.step, outlined(checkpoint.state(a))) for a in live()]
         self.state = state
 
     @torch.no_grad()

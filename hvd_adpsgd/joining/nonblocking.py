@@ -91,9 +91,7 @@ def _is_called(
             new &= _startable(world, living - failed)
         leaders = _leaders(world, living - failed)
         # learners that have failed with a mate cannot meet, and are waited for until they end
-        ending = any(
-            failed.intersection(group) and living.intersection(group) for group in world.groups
-        )
+        ending = any(failed.intersection(its) and living.intersection(its) for its in world.groups)
         first = acts or again or world.rank == min(leaders, default=world.rank)
         wants = bool(acts or again or new) and not ending
         others = leaders - {world.rank}

@@ -196,9 +196,7 @@ class MembersGather(Gather):
         candidate: the joining super learner, on the learner to which it is connected; else None.
     """
 
-    def __init__(
-        self, world: World, size: int, candidate: JoiningSuperLearner | None, ends: float
-    ) -> None:
+    def __init__(self, world: World, size: int, candidate: JoiningSuperLearner | None, ends: float):
         super().__init__(world, size, ends)
         self._candidate = candidate
         self._ranks = world.collectives.ranks
@@ -241,9 +239,7 @@ class CandidatesGather(Gather):
         conversation: the connection to the job, on the first learner; else None.
     """
 
-    def __init__(
-        self, world: World, size: int, conversation: Conversation | None, ends: float
-    ) -> None:
+    def __init__(self, world: World, size: int, conversation: Conversation | None, ends: float):
         super().__init__(world, size, ends)
         self._conversation = conversation
         self._is_over = False  # whether the job's learners have gathered for the last time

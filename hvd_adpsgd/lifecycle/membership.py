@@ -215,9 +215,7 @@ class Membership:
     def have_left(self, ranks: Collection[int]) -> bool:
         """Whether all super learners with a learner in `ranks` have left."""
         groups = enumerate(self._groups)
-        return all(
-            self._left[i] == _LEFT for i, group in groups if not set(ranks).isdisjoint(group)
-        )
+        return all(self._left[i] == _LEFT for i, its in groups if not set(ranks).isdisjoint(its))
 
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Return the ranks of the learners of failed super learners, in ascending order.

@@ -370,10 +370,7 @@ def leave_behind(messages: Messages, fails: bool = False) -> None:
     thread = threading.Thread(target=receive, daemon=True, name="hvd_adpsgd.left")
     thread.start()
     # called before MPI or the connections are closed
-    exit_state.at_end += [
-        over.set,
-        functools.partial(thread.join, _FLUSH_S),
-    ]
+    exit_state.at_end += [over.set, functools.partial(thread.join, _FLUSH_S)]
 
 
 def free(*communicators: Any) -> None:

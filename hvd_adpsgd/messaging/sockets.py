@@ -48,9 +48,7 @@ class Hub:
         heard: ranks of learners from which a message has arrived, and of this learner.
     """
 
-    def __init__(
-        self, rank: int, size: int, config: Config, gather: Callable[[Any], list[Any]]
-    ) -> None:
+    def __init__(self, rank: int, size: int, config: Config, gather: Callable[[Any], list[Any]]):
         self.rank, self.size = rank, size
         self.ended: set[int] = set()
         self.heard = {rank}

@@ -20,10 +20,8 @@ def is_coordinator() -> bool:
     ended = world.collectives.ended()
     gone = ended.union(world.failed_ranks())
     # if no super learner is complete, the first surviving learner
-    living = [r for r in range(world.size) if r not in gone] or sorted(
-        set(range(world.size)) - ended
-    )
-    return world.rank == living[0]
+    everyone = set(range(world.size))
+    return world.rank == min(everyone - gone or everyone - ended)
 
 
 def failed_ranks() -> tuple[int, ...]:

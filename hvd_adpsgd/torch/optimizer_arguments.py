@@ -106,12 +106,9 @@ def make_spec(
 
 def require_same_kind(world: World, spec: AveragingSpec, group: dict[str, Any]) -> None:
     """Raise ModelMismatchError if a param_group to be added is not sharded as the optimizer's are."""
-    given = group["params"]
-    named = [
-        (f"added {i}", p)
-        for i, p in enumerate([given] if isinstance(given, torch.Tensor) else list(given))
-    ]
-    group["params"] = [p for _, p in named]  # it may be readable only once
+    given = group["params"]  # it may be readable only once
+    group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+    named = [(f"added {i}", p) for i, p in enumerate(group["params"])]
     require_fit("add_param_group: parameter {}", group["params"])
     sizes = list(map(len, world.groups))
     is_cut = require_whole_shards(named, sizes, functools.partial(are_inside, world))
@@ -232,9 +229,7 @@ def _require_named(argument: str, pairs: Any) -> None:
     """Raise ConfigError unless `pairs` is None or a list of (name, tensor)."""
     if pairs is None:
         return
-    odd = (
-        pairs if not isinstance(pairs, list) else next((p for p in pairs if not _is_named(p)), None)
-    )
+    odd = next((p for p in pairs if not _is_named(p)), None) if isinstance(pairs, list) else pairs
     if odd is not None:
         raise ConfigError(
             f"{argument} got a {type(odd).__name__}, allowed are pairs (name, tensor). Pass "
@@ -243,12 +238,8 @@ def _require_named(argument: str, pairs: Any) -> None:
 
 
 def _is_named(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], torch.Tensor)
-    )
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    return is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
 def _require_wire(strategy: Strategy, config: Config, world: World) -> None:

@@ -72,9 +72,7 @@ class AveragedTensors:
         self.parameters = Parameters()
         self._rare, self._period = rare, spec.config.period_of_moments
         named = averaged + spec.buffers
-        self.specs: list[list[TensorSpec]] = [
-            unanimous(world, "averaging", lambda: self._added(named))
-        ]
+        self.specs = [unanimous(world, "averaging", lambda: self._added(named))]
         self._unseen: AveragingSpec | None = spec  # until the first step has looked at the model
         # for parameters on devices: a Staging per shard, which copies to and from the engine; that of the own
         # shard last, as it checks for NaN after all corrections are applied

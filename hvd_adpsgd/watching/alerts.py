@@ -17,10 +17,7 @@ LASTING_S = 30.0  # how long a super learner must be slow, or in such operations
 # how long it must be hung: not for the moment in which a stopped one continues
 HUNG_LASTING_S = 10.0
 # drifting: factor of the distance's rise, with a relative change of the loss below
-RISE, FLAT = (
-    3.0,
-    0.02,
-)
+RISE, FLAT = (3.0, 0.02)
 # distance and loss: history kept, shortest history that is judged, interval of samples
 HISTORY_S, SHORTEST_S, EVERY_S = 600.0, 120.0, 10.0
 OVER_S = 300.0  # a problem that returns is reported again only after this time without it

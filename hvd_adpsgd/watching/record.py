@@ -269,10 +269,7 @@ class _Reading:
         self._tracks: dict[int, Track] = {}
         self._events: list[tuple[Event, int]] = []  # (event, super_rank of the file's writer)
         # (time, facts) of the newest start
-        self._about: tuple[float, dict[str, Any]] = (
-            -math.inf,
-            {},
-        )
+        self._about: tuple[float, dict[str, Any]] = (-math.inf, {})
         self._size: tuple[float, int] = -math.inf, _MOST_SUPER_LEARNERS  # (time, newest super_size)
 
     def take(self, writer: int, fields: Mapping[str, Any], own: Container[int]) -> None:

@@ -19,10 +19,7 @@ PROGRAM = Path(__file__).parent / "programs" / "replaced.py"
 TIMEOUT_S = 240.0  # each joining learner loads torch once more, on a machine that may be busy
 RECONNECT_S = 10.0  # hvd_adpsgd.joining.reconnect.RECONNECT_S
 # whoever waits for its deadline is found out
-RECONNECT_WITHOUT_END = (
-    "--reconnect-s",
-    TIMEOUT_S / 2,
-)
+RECONNECT_WITHOUT_END = ("--reconnect-s", TIMEOUT_S / 2)
 # Promise 6 is 10 s, on a machine that does nothing else. Whoever waits for a deadline waits 30 s or more.
 ENDS_S = 25.0
 

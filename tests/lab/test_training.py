@@ -178,10 +178,7 @@ def block_momentum(w: Models, gradient: Gradient, steps: int) -> Models:
             block_momentum,
         ),
         # the same law, written otherwise
-        (
-            "diloco:period=3,rate=0.8,momentum=0.6",
-            block_momentum,
-        ),
+        ("diloco:period=3,rate=0.8,momentum=0.6", block_momentum),
     ],
 )
 def test_strategies_in_step_follow_their_laws(

@@ -26,10 +26,7 @@ PROGRAM = Path(__file__).parent / "programs" / "growing.py"
 TIMEOUT_S = 240.0
 ENDS_S = 60.0
 # whoever waits for its deadline is found out
-RECONNECT_WITHOUT_END = (
-    "--reconnect-s",
-    TIMEOUT_S / 2,
-)
+RECONNECT_WITHOUT_END = ("--reconnect-s", TIMEOUT_S / 2)
 SECRET = "HVD_ADPSGD_JOIN_SECRET_FILE"
 # For the replacement of a super learner that has joined, whose host is its own.
 SPARE = {"HVD_ADPSGD_SPARE_SLOTS": "1"}

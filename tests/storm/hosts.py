@@ -17,10 +17,7 @@ TOOLS = ("ip", "unshare", "nsenter", "setpriv", "mount")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 START_S = 60.0
 # bridges: a host that is cut off is on none, those of a partition on the other
-SIDES = (
-    "switch",
-    "apart",
-)
+SIDES = ("switch", "apart")
 SWITCH = " && ".join(
     f"ip link add name {side} type bridge && ip link set {side} up" for side in SIDES
 )

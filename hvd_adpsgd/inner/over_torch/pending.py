@@ -25,9 +25,7 @@ class Pending:
         self.result: Any = None
         self._error: BaseException | None = None
         self._over = threading.Event()
-        self.submitted = [
-            torch.cuda.current_stream(device).record_event() for device in self._devices()
-        ]
+        self.submitted = [torch.cuda.current_stream(d).record_event() for d in self._devices()]
         self.own: list[Any] = []  # `own` of all learners' announcements, once the operation has run
 
     def _devices(self) -> set[torch.device]:

@@ -283,9 +283,7 @@ def _fusions(batch: Sequence[Work]) -> Iterator[int]:
 
 def _zeros(decision: Decision, device: torch.device | str) -> list[torch.Tensor]:
     specs = decision.request.same[4]
-    return [
-        torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in specs
-    ]
+    return [torch.zeros(shape, dtype=getattr(torch, kind), device=device) for kind, shape in specs]
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:

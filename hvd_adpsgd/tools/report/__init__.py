@@ -42,9 +42,8 @@ def _write(folder: str, output: Path) -> Path:
             f"no page: {str(output)!r} would be a file of a record. Name another file with -o."
         )
     run = read(folder)
-    text = page(
-        run, max((t.reports[-1].time_s for t in run.tracks.values() if t.reports), default=0.0)
-    )
+    newest = [track.reports[-1].time_s for track in run.tracks.values() if track.reports]
+    text = page(run, max(newest, default=0.0))
     try:
         output.write_text(text, "utf-8")
     except OSError as error:
