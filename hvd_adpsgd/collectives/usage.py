@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 log = logging.getLogger("hvd_adpsgd")
 
-WINDOW, LIMIT = 100, 10  # more than LIMIT operations in WINDOW steps cause a warning
+WINDOW, LIMIT = 100, 10  # more than LIMIT operations in WINDOW steps cause a warning ...
+LONG_S, SHARE = 10.0, 0.1  # ... and those that take so long, and this share of the time
 _LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "accelerate.", "contextlib")
 # their loops call operations where a script has no say: these cause no warning
 _FRAMEWORKS = ("lightning.", "transformers.")
@@ -41,6 +42,7 @@ class _Tally:
     steps: int = -1
     # operations, and seconds in them, by caller, in the present window
     callers: dict[Caller, tuple[int, float]] = field(default_factory=dict)
+    began: float = 0.0  # when the window did, of time.monotonic
     has_warned: bool = False
     kinds: Counter[str] = field(default_factory=Counter)  # of all operations
 
@@ -129,7 +131,7 @@ def _caller(operation: str, frame: FrameType | None) -> Caller:
 
 
 def end_step(warns: bool) -> None:
-    """Count a step with operations before it; warn, once, after WINDOW steps with more than LIMIT.
+    """Count a step with operations before it; warn, once, after WINDOW steps with many or long operations.
 
     Args:
         warns: whether this learner is the one that logs the warning.
@@ -138,21 +140,20 @@ def end_step(warns: bool) -> None:
     if 0 < tally.steps < WINDOW:
         return
     callers, tally.callers = tally.callers, {}
+    began, tally.began = tally.began, time.monotonic()
     is_whole, tally.steps = tally.steps == WINDOW, 0
-    many = sum(times for times, _ in callers.values()) > LIMIT
-    if not (is_whole and many and warns) or tally.has_warned:
+    number, lost = map(sum, zip(*callers.values(), strict=True)) if callers else (0, 0.0)
+    many, long = number > LIMIT, lost > max(LONG_S, SHARE * (tally.began - began))
+    if not (is_whole and (many or long) and warns) or tally.has_warned:
         return
     tally.has_warned = True
-    most = max(callers, key=lambda caller: callers[caller])
+    most = max(callers, key=lambda caller: callers[caller][:: 1 if many else -1])
     log.warning(
         "%d operations over all learners in %d steps: %.1f s lost waiting for the slowest learner. %s at "
-        "%s:%d is %d of them, %.1f s. Call it less often than every 10 steps, or inside the super "
-        "learner only (process_set=hvd.super_learner, where the operation takes one).",
-        sum(times for times, _ in callers.values()),
-        WINDOW,
-        sum(seconds for _, seconds in callers.values()),
-        *most,
-        *callers[most],
+        "%s:%d is %d of them, %.1f s. Call it less often than every 10 steps, or inside the super learner "
+        "only (process_set=hvd.super_learner, where the operation takes one). Take a mean by "
+        "hvd.average_model_async, which does not wait.",
+        *(number, WINDOW, lost, *most, *callers[most]),
     )
 
 

@@ -55,6 +55,7 @@ from hvd_adpsgd.torch.horovod_ops import *
 from hvd_adpsgd.torch.installing import install
 from hvd_adpsgd.torch.membership import failed_ranks, is_coordinator, on_failure
 from hvd_adpsgd.torch.optimizer import DistributedOptimizer
+from hvd_adpsgd.training.async_mean import average_model_async
 from hvd_adpsgd.training.model_average import average_model, averaged, consensus_distance
 from hvd_adpsgd.training.pause import averaging_paused
 from hvd_adpsgd.training.reports import metrics
@@ -65,10 +66,10 @@ __all__ = [
     "A2CiD2", "CollectiveMismatchError", "DelayByOne", "DelayedGradients", "DistributedOptimizer",
     "DynamicBatchSampler", "DynamicSampler", "FixedRing", "GASLoC", "GossipPGA", "NaturalGradientSGD",
     "Newbob", "NoLoCo", "PeriodicAveraging", "RandomPairs", "RandomRing", "Synchronous",
-    "SynchronousGossip", "WarmupAnneal", "admit", "average_model", "averaged", "averaging_paused",
-    "compression", "consensus_distance", "dynamic_shards", "elastic", "failed_ranks", "functions",
-    "install", "is_coordinator", "listener", "log", "log_to", "metrics", "mpi_lib_v2", "mpi_ops", "natural",
-    "on_failure", "on_membership_change", "optimizer", "progress", "sync_batch_norm",
+    "SynchronousGossip", "WarmupAnneal", "admit", "average_model", "average_model_async", "averaged",
+    "averaging_paused", "compression", "consensus_distance", "dynamic_shards", "elastic", "failed_ranks",
+    "functions", "install", "is_coordinator", "listener", "log", "log_to", "metrics", "mpi_lib_v2",
+    "mpi_ops", "natural", "on_failure", "on_membership_change", "optimizer", "progress", "sync_batch_norm",
 ]  # fmt: skip
 __all__ += asynchronous.__all__
 __all__ += basics.__all__

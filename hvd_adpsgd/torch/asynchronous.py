@@ -30,6 +30,7 @@ from hvd_adpsgd.torch.collectives.reductions import (
     reduce_,
     reduction,
 )
+from hvd_adpsgd.training.async_mean import Mean
 from hvd_adpsgd.training.devices import Stream, device_of
 from hvd_adpsgd.training.inside import told
 
@@ -60,6 +61,8 @@ def synchronize(handle: Any) -> Any:
     Raises:
         CollectiveMismatchError, PeerFailedError, ...: the error of the operation.
     """
+    if isinstance(handle, Mean):
+        return handle.wait()
     if not isinstance(handle, Handle):
         return told(horovod.synchronize)(handle)
     with waiting(handle.caller), handle.collectives.blocking():
@@ -69,7 +72,7 @@ def synchronize(handle: Any) -> Any:
 
 def poll(handle: Any) -> bool:
     """Whether an asynchronous operation is complete, so that `synchronize` does not wait."""
-    return handle.done() if isinstance(handle, Handle) else bool(horovod.poll(handle))
+    return handle.done() if isinstance(handle, Future) else bool(horovod.poll(handle))
 
 
 def _as(waiting: Callable[P, Any]) -> Callable[[Callable[..., Any]], Callable[P, Any]]:

@@ -37,6 +37,7 @@ from hvd_adpsgd.torch.optimizer_arguments import (
 )
 from hvd_adpsgd.torch.plain_optimizer import Alone, say_nothing_to_average
 from hvd_adpsgd.training import checkpoint
+from hvd_adpsgd.training.async_mean import serve_means
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.consistency import agree, require_same_sets
 from hvd_adpsgd.training.inner_averaging import AveragingReducer
@@ -190,6 +191,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     else:
         mine = wrapped._averaging = reducer.averaging = Averaging(world, spec, new_number(world))
         register(mine)
+        serve_means(mine)
         mine.optimizer = weakref.ref(wrapped)
         if combines_steps:  # parameters hold differences until step()
             mine.first_models.skip()

@@ -56,6 +56,7 @@ class Averaging:
         order: checks the order of steps and operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: functions that `stop` calls.
+        at_boundary: called at the end of each step, when the model is offered.
         optimizer: the wrapped optimizer, None once it is freed.
         super_learner: the learners that step together with the optimizer.
         pauses: depth of nested pauses of averaging.
@@ -91,6 +92,7 @@ class Averaging:
         self.restart = True
         self.stopped = ""
         self.at_stop: list[Callable[[], object]] = []
+        self.at_boundary: Callable[[], object] = lambda: None
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.holds_mean = 0
         self.waits_for_peers = False
@@ -264,6 +266,7 @@ class Averaging:
         self.record.end_step(self.engine)
         if self.share is not None:
             self.share.after_step(self.engine, self.record.counters)
+        self.at_boundary()
         if not finite:
             _report_nonfinite(self)
 

@@ -95,6 +95,23 @@ def test_several_lines_that_call_are_summed(caplog: pytest.LogCaptureFixture) ->
     assert f" is {LIMIT} of them" in message
 
 
+@pytest.mark.parametrize(("waited_s", "named"), [(11.0, True), (9.0, False)])
+def test_long_means_are_told_of_and_what_does_not_wait(
+    waited_s: float, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    end_step(True)
+    for operation in ("averaged", *["barrier"] * 3):
+        with counted(operation):
+            pass
+    caller = next(one for one in usage.tally.callers if one.operation == "averaged")
+    usage.tally.callers[caller] = 1, waited_s
+    for _ in range(WINDOW):
+        end_step(True)
+    assert bool(warnings(caplog)) == named
+    assert not named or "averaged at" in warnings(caplog)[0]
+    assert not named or "1 of them, 11.0 s. Call" in warnings(caplog)[0]
+
+
 def test_few_operations_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
     train(3 * WINDOW, LIMIT)
     train(WINDOW - 2, WINDOW)

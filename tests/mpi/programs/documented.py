@@ -79,7 +79,7 @@ def names(block: str) -> dict[str, object]:
         "__name__": "__main__", "torch": torch, "hvd": hvd, "Net": Net, "evaluate": evaluate, "data": data,
         "model": model, "optimizer": optimizer, "loader": data, "loss": loss, "epoch": 0, "epochs": 1,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "train_one_epoch": lambda *_: None,
-        "scaler": torch.amp.GradScaler("cpu"), "train": lambda **_: None, "SummaryWriter": Board,
+        "scaler": torch.amp.GradScaler("cpu"), "train": lambda *_, **__: None, "SummaryWriter": Board,
         "wandb": types.SimpleNamespace(init=Board), "mlflow": Board(),
         **({"sampler": hvd.DynamicSampler(data)} if 'saved["sampler"]' in block else {}),
         **(two_networks() if "optimizer_d" in block else {}),

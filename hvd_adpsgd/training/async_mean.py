@@ -1,0 +1,263 @@
+"""The mean of all models without waiting: each leader contributes its model between two of its own steps.
+
+    the asking leader                 each other leader, two at a time: no more copies are under way
+    ask (number, places)  ->
+                          <-          at the end of its next step, model + pending corrections: step, arrays
+
+A copy counts once all of it has arrived. So a leader that fails before is left out, nothing is repeated, and
+the mean is exact over those named. New connections may lose messages: what has not arrived is asked again.
+"""
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_adpsgd.collectives.topics import Topics
+from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, NotInitializedError, WorldError
+from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training.averaging import Averaging
+from hvd_adpsgd.training.presence import live
+
+_TOPIC = "mean"
+_AT_ONCE = 2  # leaders that are asked and have not answered
+_REST_S = 0.01  # between two contributions of a learner that waits for a mean
+_numbers = itertools.count()
+
+Key = tuple[int, int]  # the rank of the leader that asks, and its number of the mean
+
+
+class Mean(Future[Any]):
+    """A mean on the leader that asks for it, and the handle of average_model_async.
+
+    Args:
+        missing: super_rank by rank of the leaders to ask.
+        timeout_s: how long to wait for the answer of a leader.
+        make: makes the result of the means of the tensors.
+    """
+
+    def __init__(self, missing: dict[int, int], timeout_s: float, make: Callable[[Any], Any]):
+        super().__init__()
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
+        # by super_rank: the step after which its model was contributed, or why it was not
+        self.steps: dict[int, int] = {}
+        self.left_out: dict[int, str] = {}
+        self._missing, self._timeout_s, self._make = missing, timeout_s, make
+        self._sum: list[Any] = []
+        self.asked: dict[int, float] = {}  # by rank, when its answer is due
+
+    def wait(self) -> Any:
+        """Return the result; this learner's models, at rest meanwhile, are contributed to others' means."""
+        while not self.done():
+            for averaging in live():
+                averaging.at_boundary()
+            wait([self], _REST_S)
+        return self.result()
+
+    def add(self, super_rank: int, step: int, arrays: Sequence[Any]) -> None:
+        """Add a contribution to the sum, unless it is not finite."""
+        if not all(np.isfinite(array).all() for array in arrays):
+            self.left_out[super_rank] = "not finite"
+            return
+        self.steps[super_rank] = step
+        self._sum = self._sum or [np.zeros(array.shape) for array in arrays]
+        for total, array in zip(self._sum, arrays, strict=True):
+            total += array
+
+    def receive(self, rank: int, step: int, arrays: Sequence[Any]) -> None:
+        """Take a leader's answer, unless it comes too late."""
+        if self.asked.pop(rank, None) is not None:
+            self.add(self._missing.pop(rank), step, arrays)
+
+    def progress(self, living: Collection[int], now: float) -> list[int]:
+        """Return whom to ask; end the mean once no contribution is missing."""
+        for rank in list(self._missing):
+            if rank not in living or now > self.asked.get(rank, now):
+                why = "late" if rank in living else "ended"
+                self.left_out[self._missing.pop(rank)] = why
+                self.asked.pop(rank, None)
+        asks = [rank for rank in self._missing if rank not in self.asked]
+        asks = asks[: _AT_ONCE - len(self.asked)]
+        self.asked.update(dict.fromkeys(asks, now + self._timeout_s))
+        if not self._missing and self.steps:
+            self.set_result(self._make([total / len(self.steps) for total in self._sum]))
+        elif not self._missing:
+            what = f"average_model_async: no model is finite: {self.left_out}"
+            self.set_exception(NonFiniteModelError(f"{what}. Load a checkpoint."))
+        return asks
+
+
+class Means:
+    """The topic (see Topics) of means: those that this leader asks for, and its answers to others.
+
+    `newcomers` grows with each replacement of the connections; `wake` is called when there are messages.
+    """
+
+    def __init__(self, newcomers: Sequence[object], wake: Callable[[], object]) -> None:
+        self._own: dict[Key, tuple[Mean, Callable[[], Any]]] = {}
+        self._asked: dict[Key, tuple[int, Sequence[int]]] = {}
+        self._out: list[tuple[int, Any]] = []
+        self._newcomers, self._meetings = newcomers, len(newcomers)
+        self._wake, self._lock = wake, threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a mean is under way here."""
+        return bool(self._own or self._asked)
+
+    def begin(self, key: Key, mean: Mean, ask: Callable[[], Any]) -> None:
+        """Ask for a mean; `ask` returns the present number of its averaging, and places of tensors."""
+        with self._lock:
+            self._own[key] = mean, ask
+        self._wake()
+
+    def contribute(self, number: int, step: int, copied: Callable[[Sequence[int]], Any]) -> None:
+        """Copy what was asked for of the averaging `number`, which is between two steps."""
+        if not self._asked:  # without the lock, which `talk` holds while it adds a model
+            return
+        with self._lock:
+            for key, (its, places) in list(self._asked.items()):
+                if its == number:
+                    self._out.append((key[0], (key, step, copied(places))))
+                    del self._asked[key]
+        self._wake()
+
+    def talk(self, living: set[int], received: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Take messages, and return those to send."""
+        now = time.monotonic()
+        with self._lock:
+            if len(self._newcomers) > self._meetings:
+                self._meetings = len(self._newcomers)
+                for mean, _ in self._own.values():
+                    mean.asked.clear()
+            for rank, (key, *content) in received:
+                if rank == key[0]:
+                    self._asked[key] = content[0]
+                    self._wake()
+                elif key in self._own:
+                    self._own[key][0].receive(rank, *content)
+            for key, (mean, ask) in list(self._own.items()):
+                self._out += [(rank, (key, ask())) for rank in mean.progress(living, now)]
+                if mean.done():
+                    del self._own[key]
+            self._asked = {key: ask for key, ask in self._asked.items() if key[0] in living}
+            out, self._out = self._out, []
+            return [(rank, message) for rank, message in out if rank in living]
+
+    def fail(self, error: Exception) -> None:
+        """End the means with an error, which synchronize raises."""
+        while self._own:
+            self._own.popitem()[1][0].set_exception(error)
+
+
+@torch.no_grad()
+def contribution(averaging: Averaging, places: Sequence[int]) -> list[Any]:
+    """Return copies of averaged tensors plus the pending corrections of exchanges, as arrays."""
+    averaging.tensors.settle()
+    tensors = [averaging.tensors.parameters.given[i] for i in places]
+    wide = [torch.float64 if t.dtype == torch.float64 else torch.float32 for t in tensors]
+    copies = [torch.empty(t.shape, dtype=d).copy_(t) for t, d in zip(tensors, wide, strict=True)]
+    averaging.tensors.add_pending({id(t): c for t, c in zip(tensors, copies, strict=True)})
+    return [each.numpy() for each in copies]
+
+
+def serve_means(averaging: Averaging) -> None:
+    """Contribute a leader's model at the end of steps, where it is asked for."""
+    world = averaging.world
+    if not world.is_leader or averaging.plan.in_step is not None:
+        return
+    topics = world.collectives.topics
+    if _TOPIC not in topics.by_name:
+        topics.by_name[_TOPIC] = Means(world.collectives.newcomers, topics.wake)
+        world.teardown.at_shutdown(functools.partial(_close, topics))
+    means, copied = topics.by_name[_TOPIC], functools.partial(contribution, averaging)
+
+    def at_boundary() -> None:
+        topics.serve_seldom()
+        if not (averaging.holds_mean or averaging.stopped):
+            means.contribute(averaging.number, averaging.step, copied)
+
+    averaging.at_boundary = at_boundary
+
+
+def _close(topics: Topics) -> None:
+    what = "average_model_async: hvd.shutdown() came before its end. Call hvd.synchronize before."
+    topics.remove(_TOPIC).fail(NotInitializedError(what))
+
+
+def average_model_async(
+    model: torch.nn.Module, *, buffers: bool = True, timeout: float | None = None
+) -> Future[Any]:
+    """Begin to take the mean of the super learners' models, while all go on; return a handle of it.
+
+        handle = hvd.average_model_async(model)  # on one leader, or several
+        ...                                      # further steps, until hvd.poll(handle) is true
+        state = hvd.synchronize(handle)          # a state dict in host memory
+        handle.steps, handle.left_out            # by super_rank: steps of the models in it; why one is not
+
+    Each leader contributes its model plus pending corrections, as they stand at the end of one of its steps:
+    the mean is exact over these. No other learner waits, or calls anything: its step copies the model. One
+    that is stopped, or waits elsewhere, delays the result until `timeout`, and is left out then. So are
+    leaders that fail before all of their model has arrived, and models that are not finite. Tensors that the
+    optimizer does not average have this learner's values. Memory: here a sum in float64, and two copies.
+
+    Args:
+        model: the module, or a part of it, that a wrapped optimizer trains; call this between steps.
+        buffers: whether those given to DistributedOptimizer are averaged.
+        timeout: seconds for which to wait for a leader's model; None: HVD_ADPSGD_FAILURE_TIMEOUT_S.
+
+    Raises:
+        ConfigError: if no optimizer, or several, or one that waits for super learners, averages the model.
+        WorldError: on a learner that is no leader, or inside `averaged`.
+        NonFiniteModelError: in synchronize, if no model is finite.
+    """
+    world, own = worlds.current(), model.state_dict(keep_vars=True)
+    if not world.is_leader:
+        raise WorldError(
+            f"average_model_async: learner {world.rank} is not the leader of its super learner. Call it "
+            "where hvd.is_leader() is true."
+        )
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    state = {**own, **{name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}}
+    others = {group[0]: i for i, group in enumerate(world.groups) if i != world.super_rank}
+    timeout_s = world.config.failure_timeout_s if timeout is None else timeout
+    if world.is_plain:
+        (mean := Mean({}, timeout_s, list)).set_result(state)
+        return mean
+    averaging = _averaging_of(tensors.values())
+    given = averaging.tensors.parameters.given
+    wanted = set(map(id, tensors.values() if buffers else model.parameters()))
+    places = [place for place, t in enumerate(given) if id(t) in wanted]
+
+    def make(means: list[Any]) -> dict[str, Any]:
+        found = {id(given[place]): mean for place, mean in zip(places, means, strict=True)}
+        for name, t in tensors.items():  # tied parameters have several names
+            if id(t) in found:
+                state[name].copy_(torch.from_numpy(found[id(t)]))
+        return state
+
+    mean, key = Mean(others, timeout_s, make), (world.rank, next(_numbers))
+    mean.add(world.super_rank, averaging.step, contribution(averaging, places))
+    means = world.collectives.topics.by_name[_TOPIC]
+    means.begin(key, mean, lambda: (averaging.number, places))
+    return mean
+
+
+def _averaging_of(tensors: Iterable[torch.Tensor]) -> Averaging:
+    """Return the running Averaging of a model."""
+    ids = set(map(id, tensors))
+    concerned = [a for a in live() if not ids.isdisjoint(map(id, a.tensors.parameters.given))]
+    fit = [a for a in concerned if a.plan.in_step is None]
+    if not len(concerned) == len(fit) == 1 or fit[0].tensors.shards > 1 or fit[0].spec.is_sharded:
+        raise ConfigError(
+            f"average_model_async: {len(concerned)} optimizers average this model, {len(fit)} with a "
+            "strategy that never waits. Pass what one such trains, in no shards, or use hvd.averaged."
+        )
+    fit[0].require_running()
+    return fit[0]

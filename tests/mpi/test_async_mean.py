@@ -1,0 +1,64 @@
+"""hvd.average_model_async in jobs: exact over what leaders contributed, and no other learner waits.
+
+The last super learner is late, stopped or killed. The others make 20 steps while the mean is not there, else
+it would never end its step: whoever waited for it would wait for good.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.launcher import Result, run_learners
+
+pytestmark = pytest.mark.mpi
+
+PROGRAM = Path(__file__).parent / "programs" / "async_mean.py"
+
+
+def run(folder: Path, what: str, inner: int = 1, **how: Any) -> tuple[Result, dict[str, Any]]:
+    """Run 4 learners, and compare the mean with the contributions that it names."""
+    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(inner), "HVD_ADPSGD_FAILURE_TIMEOUT_S": "60"}
+    result = run_learners(4, PROGRAM, args=[str(folder), what], env=env, **how)
+    facts = next((one for one in result.said if "steps" in one), None)
+    assert facts is not None, result.report()
+    state = torch.load(folder / "state.pt")
+    assert list(state) == facts["keys"]  # no moments
+    files = [folder / f"{rank}.{step}.npz" for rank, step in facts["steps"].items()]
+    contributed = [list(np.load(file).values()) for file in files]
+    names = ["tied", "0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var"]
+    for name, *tensors in zip(names, *contributed, strict=True):
+        mean = np.mean(tensors, axis=0, dtype=np.float64).astype(np.float32)
+        np.testing.assert_array_almost_equal_nulp(state[name].numpy(), mean, nulp=1)
+    assert torch.equal(state["tied"], state["0.bias"])
+    assert state["frozen"] == 0  # that of the learner that asks
+    assert not np.array_equal(contributed[0][0], contributed[-1][0])
+    return result, facts
+
+
+@pytest.mark.parametrize(
+    ("inner", "how"),
+    [(1, "mpirun"), pytest.param(1, "gloo", marks=pytest.mark.extended), (2, "mpirun")],
+)
+def test_the_others_go_on_until_the_last_contributes(tmp_path: Path, inner: int, how: str) -> None:
+    result, facts = run(tmp_path, "late", inner, launcher=how)
+    assert len(facts["steps"]) == 4 // inner and not facts["left_out"]
+    assert facts["polled"] >= 20  # in the steps until then
+    compared = [one for one in result.checked().said if "wrong" in one]
+    assert len(compared) == 4
+    assert all(one["wrong"] < 1e-6 for one in compared), compared
+
+
+def test_a_stopped_learner_is_left_out(tmp_path: Path) -> None:
+    result, facts = run(tmp_path, "stopped", launcher="gloo")
+    result.checked()
+    assert sorted(facts["steps"]) == ["0", "1", "2"]
+    assert facts["left_out"] == {"3": "late"}
+
+
+def test_a_learner_killed_as_it_contributes_is_left_out(tmp_path: Path) -> None:
+    _, facts = run(tmp_path, "killed")
+    assert sorted(facts["steps"]) == ["0", "1", "2"]
+    assert facts["left_out"] == {"3": "ended"}
