@@ -31,9 +31,8 @@ def prepare(
         names = names_of(offer.groups, offer.placements)
         new_group = reconnect.connect_anew(world, offer, ranks, senders, gather, ends)
         for averaging in live():
-            engines.append(
-                averaging.engines.for_new_group(names, new_group.comms, new_group.members)
-            )
+            make = averaging.engines.for_new_group
+            engines.append(make(names, new_group.comms, new_group.members))
     except AdpsgdError as error:
         log.info("a joining super learner could not be connected: %s", error)
         for engine in engines:

@@ -369,9 +369,8 @@ class Attempt:
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave the attempt at the operation, because of `error` if given; make all learners leave it."""
         rank = self.ranks[self.rank]
-        self._messages.abandon(
-            self._places, (type(error).__name__, str(error), rank) if error else None
-        )
+        reason = (type(error).__name__, str(error), rank) if error else None
+        self._messages.abandon(self._places, reason)
 
 
 def _in_order(combine: Any) -> Callable[[Sequence[NDArray[Any]], NDArray[Any]], object]:

@@ -361,9 +361,8 @@ class _Table:
         self._piece_nbytes = max(piece_nbytes, whole // _MOST_PIECES)
         self.tensors = tensors
         self.parts = memory.layout.parts
-        self._mirrors = [
-            None if a.mirror is None else torch.from_numpy(a.mirror) for a in memory.areas
-        ]
+        mirrors = [area.mirror for area in memory.areas]
+        self._mirrors = [None if m is None else torch.from_numpy(m) for m in mirrors]
         self._slots = [[torch.from_numpy(slot) for slot in a.shared.slots] for a in memory.areas]
         cut = [piece for part in range(len(self.parts)) for piece in self._cut(part)]
         self._pieces = [piece._replace(piece=number) for number, piece in enumerate(cut)]

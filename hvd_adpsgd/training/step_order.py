@@ -102,9 +102,8 @@ class StepOrder:
                 "same number of steps on all learners of a super learner, then close."
             )
         try:
-            world.collectives.require_step(
-                self.averaged_sets().of, mates.sets, [ranks[mate] for mate in late]
-            )
+            awaited = [ranks[mate] for mate in late]
+            world.collectives.require_step(self.averaged_sets().of, mates.sets, awaited)
         except CollectiveMismatchError as error:
             # the round of this step needs that learner, so the round can never run
             if self._in_step:

@@ -194,9 +194,8 @@ def _widths(cells: Sequence[dict[str, str]], width: int) -> dict[str, int]:
     """
     from rich.cells import cell_len
 
-    needed = {
-        c.title: max(map(cell_len, [c.title, *(row[c.title] for row in cells)])) for c in COLUMNS
-    }
+    titles = [column.title for column in COLUMNS]
+    needed = {t: max(map(cell_len, [t, *(row[t] for row in cells)])) for t in titles}
     hosts = needed["host"]
     needed["host"] = min(hosts, _HOST_WIDTH)
 
