@@ -1,4 +1,4 @@
-"""A gather among leaders that are threads of this process."""
+"""A gather among leaders that are threads of this process, and what a leader is to its engine."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +26,25 @@ class Gathers:
             return found
 
         return gather
+
+
+class Rank:
+    """What an engine asks of a communicator whose messages it does not send."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+
+def at_once(*acts: Callable[[], Any]) -> list[Any]:
+    """What these return, called at the same time; the first exception is raised."""
+    with ThreadPoolExecutor(max(1, len(acts))) as threads:
+        return [done.result(LONGEST_S) for done in [threads.submit(act) for act in acts]]
 
 
 def together(act: Callable[[Any], Any], leaders: Sequence[Any]) -> list[Any]:

@@ -6,10 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +21,10 @@ from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.messages import AttemptAbandonedError, Messages
 from hvd_adpsgd.messaging.mpi_transport import SEGMENT, failed_comm_ranks
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
+from tests.gathers import Gathers, at_once
 from tests.holdings import holdings
 
 LONGEST_S = 60.0
-
-
-class Meeting:
-    """Gathers values of threads."""
-
-    def __init__(self, size: int):
-        self.barrier = threading.Barrier(size)
-        self.values: list[Any] = [None] * size
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait(LONGEST_S)
-        values = list(self.values)
-        self.barrier.wait(LONGEST_S)
-        return values
-
-
-def together(*acts: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(acts)) as threads:
-        return [done.result(LONGEST_S) for done in [threads.submit(act) for act in acts]]
 
 
 @pytest.fixture
@@ -53,12 +32,8 @@ def hubs() -> Iterator[Callable[[int], list[Hub]]]:
     made: list[Hub] = []
 
     def make(n: int) -> list[Hub]:
-        meeting, config = Meeting(n), Config(failure_timeout_s=30.0)
-        made.extend(
-            together(
-                *(lambda i=i: Hub(i, n, config, lambda v: meeting.gather(i, v)) for i in range(n))
-            )
-        )
+        gathers, config = Gathers(n), Config(failure_timeout_s=30.0)
+        made.extend(at_once(*(lambda i=i: Hub(i, n, config, gathers.of(i)) for i in range(n))))
         return made
 
     yield make
@@ -75,12 +50,12 @@ def test_values_are_gathered_by_rank(hubs: Callable[[int], list[Hub]], n: int) -
     """18: with fewer messages than one from each to each."""
     everyone = communicators(hubs(n), list(range(n)))
     for values in ([b"x" * i for i in range(n)], [np.arange(3) + i for i in range(n)]):
-        told = together(
+        told = at_once(
             *(lambda c=c, v=v: c.allgather(v) for c, v in zip(everyone, values, strict=True))
         )
         for found in told:
             assert [np.array(v).tolist() for v in found] == [np.array(v).tolist() for v in values]
-    told = together(*(lambda c=c, i=i: c.bcast(i, root=n - 1) for i, c in enumerate(everyone)))
+    told = at_once(*(lambda c=c, i=i: c.bcast(i, root=n - 1) for i, c in enumerate(everyone)))
     assert told == [n - 1] * n
 
 
@@ -92,13 +67,13 @@ def test_communicators_do_not_hear_each_other(hubs: Callable[[int], list[Hub]]) 
     assert first[1] is None
     assert first[0] is not None
     first[0].send(1, 7, b"early")  # learner 2 has not made it yet
-    together(*(lambda c=c: c.allgather(None) for c in everyone if c))
+    at_once(*(lambda c=c: c.allgather(None) for c in everyone if c))
     late = made[2].communicator([0, 2])
     assert late is not None and (late.Get_rank(), late.Get_size()) == (1, 2)
     assert [(place, tag, bytes(data)) for place, tag, data in until(late)] == [(0, 7, b"early")]
     late.Free()
     first[0].send(1, 8, b"too late")
-    together(*(lambda c=c: c.allgather(None) for c in everyone if c))
+    at_once(*(lambda c=c: c.allgather(None) for c in everyone if c))
     assert list(late.poll()) == []
 
 
@@ -124,7 +99,7 @@ def test_collectives_of_large_arrays(hubs: Callable[[int], list[Hub]]) -> None:
         attempt.flush()
         return total, given
 
-    for total, given in together(*(lambda i=i: act(i) for i in range(n))):
+    for total, given in at_once(*(lambda i=i: act(i) for i in range(n))):
         np.testing.assert_allclose(total, sum(mine), rtol=1e-6)
         np.testing.assert_array_equal(given, mine[2])
 
@@ -132,7 +107,7 @@ def test_collectives_of_large_arrays(hubs: Callable[[int], list[Hub]]) -> None:
 def test_one_that_ends_fails_what_waits_for_it(hubs: Callable[[int], list[Hub]]) -> None:
     made = hubs(3)
     everyone = communicators(made, [0, 1, 2])
-    together(*(lambda c=c: c.allgather(None) for c in everyone if c))
+    at_once(*(lambda c=c: c.allgather(None) for c in everyone if c))
 
     def wait(comm: Communicator) -> str:
         with pytest.raises(PeerFailedError) as raised:
@@ -141,7 +116,7 @@ def test_one_that_ends_fails_what_waits_for_it(hubs: Callable[[int], list[Hub]])
 
     acts = [lambda c=c: wait(c) for c in everyone[:2] if c]
     assert (
-        together(*acts, made[2].close)[:2]
+        at_once(*acts, made[2].close)[:2]
         == ["learners [2] failed while all waited for them. Start the job again."] * 2
     )
     for comm in everyone[:2]:  # one may have been told by the other one, and sees for itself later
@@ -235,7 +210,7 @@ def test_what_is_lost_just_before_the_end_comes_again(
     with made[1]._lock:  # it reads nothing meanwhile
         comms[0].send(1, 1, b"last")
         lose(made[1])
-    _, found = together(made[0].close, lambda: until(comms[1]))
+    _, found = at_once(made[0].close, lambda: until(comms[1]))
     assert [bytes(data) for _, _, data in found] == [b"last"]
 
 

@@ -1,10 +1,8 @@
 """Engines over TCP connections, each with its thread, all in this process and without MPI."""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -21,38 +19,11 @@ from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.strategies import Plan, parse
 from hvd_adpsgd.training.engines import Engines
+from tests.gathers import Gathers, Rank, at_once
 from tests.holdings import holdings
 
 LONGEST_S = 60.0
 ELEMENTS = 200_000  # float64: seven chunks
-
-
-class Rank:
-    """What an engine asks of a communicator whose messages it does not send."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-
-    def Get_rank(self) -> int:
-        return self.rank
-
-    def Get_size(self) -> int:
-        return self.size
-
-
-class Meeting:
-    """Gathers values of threads."""
-
-    def __init__(self, size: int):
-        self.barrier = threading.Barrier(size)
-        self.values: list[Any] = [None] * size
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self.values[rank] = value
-        self.barrier.wait(LONGEST_S)
-        values = list(self.values)
-        self.barrier.wait(LONGEST_S)
-        return values
 
 
 class SuperLearner:
@@ -66,8 +37,8 @@ class SuperLearner:
         self.engine.memory.extend([TensorSpec("model", self.model.shape, "float64")])
         self.rank, self.steps = rank, 0
 
-    def start(self, meeting: Meeting) -> None:
-        self.engine.start(lambda value: meeting.gather(self.rank, value))
+    def start(self, gathers: Gathers) -> None:
+        self.engine.start(gathers.of(self.rank))
 
     def step(self) -> None:
         """Add the corrections, and offer the model; its sum changes by nothing else."""
@@ -90,22 +61,15 @@ def started() -> Iterator[Callable[..., list[SuperLearner]]]:
 
     def start(n: int, strategy: str = "", **options: Any) -> list[SuperLearner]:
         members = [SuperLearner(i, n, strategy, **options) for i in range(n)]
-        meeting = Meeting(n)
-        together(*(lambda m=m: m.start(meeting) for m in members))
+        gathers = Gathers(n)
+        at_once(*(lambda m=m: m.start(gathers) for m in members))
         made.extend(members)
         return members
 
     yield start
-    together(*(m.engine.stop for m in made))
+    at_once(*(m.engine.stop for m in made))
     for member in made:
         member.engine.release()
-
-
-def together(*acts: Callable[[], Any]) -> None:
-    """At the same time; the first exception is raised."""
-    with ThreadPoolExecutor(max(1, len(acts))) as pool:
-        for done in [pool.submit(act) for act in acts]:
-            done.result(LONGEST_S)
 
 
 def until(fact: Callable[[], Any]) -> None:
@@ -152,9 +116,9 @@ def test_the_mean_is_kept(started: Callable[..., list[SuperLearner]], strategy: 
             member.engine.rounds.begin(member.steps)
             member.engine.rounds.finish()
 
-    together(*(lambda m=m: train(m) for m in members))
-    together(*(lambda m=m: m.engine.pause(LONGEST_S) for m in members))
-    together(*(lambda m=m: m.engine.pause(LONGEST_S) for m in members))  # all are at rest
+    at_once(*(lambda m=m: train(m) for m in members))
+    at_once(*(lambda m=m: m.engine.pause(LONGEST_S) for m in members))
+    at_once(*(lambda m=m: m.engine.pause(LONGEST_S) for m in members))  # all are at rest
     for _ in range(2):
         for member in members:
             member.step()
@@ -232,11 +196,11 @@ def of_optimizer(engine: Engine, **world: Any) -> Engines:
 def test_a_replaced_engine_does_not_wait_for_answers() -> None:
     """Where all leave at once, nobody answers the last departure: waiting takes half of leave_deadline_s."""
     last, gone = (SuperLearner(i, 2, "") for i in range(2))
-    meeting, loop = Meeting(2), gone.engine.loop
+    gathers, loop = Gathers(2), gone.engine.loop
     assert loop is not None
-    together(
-        lambda: last.start(meeting),  # the other one only connects: its engine takes no turns
-        lambda: gone.engine._meet_leaders(loop, lambda value: meeting.gather(1, value)),
+    at_once(
+        lambda: last.start(gathers),  # the other one only connects: its engine takes no turns
+        lambda: gone.engine._meet_leaders(loop, gathers.of(1)),
     )
     began = time.monotonic()
     of_optimizer(last.engine).replace(mock.Mock(memory=last.engine.memory), 0.5)
@@ -282,13 +246,13 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
     """Each learner loses a peer in another gather; an engine for a job with a joining one uses old memory."""
     n = 2
 
-    def attempt(rank: int, meeting: Meeting, barred: int, memory: ShardMemory | None) -> None:
+    def attempt(rank: int, gathers: Gathers, barred: int, memory: ShardMemory | None) -> None:
         calls = itertools.count()
 
         def gather(value: Any) -> list[Any]:
             if next(calls) == barred:
                 raise PeerFailedError("a peer has ended")
-            return meeting.gather(rank, value)
+            return gathers.of(rank)(value)
 
         outer, names = Rank(rank, n), [str(i) for i in range(n)]
         made = engines_of(rank, n)._make(names, None, outer, (), gather, memory)
@@ -296,8 +260,8 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
         made.release(keeps_memory=memory is not None)
 
     def attempts(barred: int) -> None:
-        meeting = Meeting(n)
-        together(*(lambda i=i: attempt(i, meeting, barred, memories[i]) for i in range(n)))
+        gathers = Gathers(n)
+        at_once(*(lambda i=i: attempt(i, gathers, barred, memories[i]) for i in range(n)))
 
     memories: list[ShardMemory | None] = [None] * n
     if shared:

@@ -19,21 +19,9 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.strategies import Plan
+from tests.gathers import Rank
 
 LONGEST_S = 60.0
-
-
-class Rank:
-    """What an engine asks of a communicator whose messages it does not send."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-
-    def Get_rank(self) -> int:
-        return self.rank
-
-    def Get_size(self) -> int:
-        return self.size
 
 
 def tell(**facts: Any) -> None:
