@@ -381,12 +381,6 @@ def test_an_overhead_takes_no_bits() -> None:
     assert set(plant.widths) == {0}
 
 
-def test_it_begins_with_a_share_that_no_link_minds() -> None:
-    control = ShareControl(BOUND, 1.0)
-    assert control.share == FIRST_SHARE
-    assert control.decide(Spent()) == FIRST_SHARE
-
-
 def test_cost_by_hand() -> None:
     used = Used(steps=10, seconds=1.0, pass_s=0.06, models=10, engine_s=0.02, training_s=0.5)
     # all chunks corrected: half of the pass; two learners per core: the engine takes twice its time
@@ -411,9 +405,10 @@ class FakeEngine:
             ("chunks", "exchanges_active", "exchanges_passive", "compared", "bytes_shared"), 0
         ) | {"busy_s": 0.0, "link_s": 0.0, "square": 0.0}
         self.cpu_s = 0.0
-        own = type("Shard", (), {"turns": staticmethod(lambda: (1, 1)), "moves": None})
         layout = type("Layout", (), {"nchunks": chunks, "element_nbytes": 4.0, "parts": ()})
-        self.memory = type("Memory", (), {"layout": layout, "own": own})
+        turns = staticmethod(lambda: (1, 1))
+        own = type("Shard", (), {"turns": turns, "moves": None, "layout": layout})
+        self.memory = type("Memory", (), {"own": own})
 
     def counters(self) -> dict[str, float]:
         return self.found
@@ -469,10 +464,3 @@ def test_a_leader_chooses_and_an_evaluation_does_not_count() -> None:
     other = FakeEngine()  # a super learner has joined
     trained(auto, other, counters, tick, 1)
     assert other.shares == [auto.share]
-
-
-def test_the_option() -> None:
-    assert Config(exchange_share="Auto").exchange_share == "auto"
-    assert Config(exchange_share="auto").first_share == FIRST_SHARE
-    assert Config(exchange_share=0.5).first_share == 0.5
-    assert not Config().chooses_share and Config(exchange_share="auto").chooses_share
