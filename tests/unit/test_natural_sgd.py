@@ -195,7 +195,7 @@ def test_derivatives_by_inputs_are_plain():
 def test_directions_do_not_depend_on_the_scale_of_the_loss(power):
     factors = (1.0, 2.0**power)
     one, other = pairs = [natural_net(lr=0.0) for _ in factors]
-    for k in range(12):
+    for k in range(6):
         for pair, factor in zip(pairs, factors, strict=True):
             train(*pair, [k], factor=factor)
         assert_close([g / factors[1] for g in grads(other[0])], grads(one[0]))
