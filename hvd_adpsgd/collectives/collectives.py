@@ -431,6 +431,7 @@ class Collectives:
         return self._left_in_order()
 
     def _left_in_order(self) -> set[int]:
+        self._membership.note_failing({self._ranks[place] for place in self.messages.failing})
         return {self._ranks[place] for place in self.messages.left - self.messages.failing}
 
     def _note_left(self) -> set[int]:

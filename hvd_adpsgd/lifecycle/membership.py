@@ -22,7 +22,7 @@ _THERE, _LEFT, _FAILED = range(3)  # bytes that the learners of a super learner 
 _NEWS = {
     PeerState.SUSPECT: (
         "is silent",
-        "Averaging skips it until it answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
+        "Averaging skips it until it answers; is it only slow, raise HVD_ADPSGD_DEADLINE_S.",
     ),
     PeerState.ALIVE: ("answers again", "Averaging continues with it."),
     PeerState.LEFT: ("has left", "Averaging continues among its peers."),
@@ -173,6 +173,12 @@ class Membership:
                 self.states[i] = PeerState.LEFT
                 self._publish(i, PeerState.LEFT)
                 self._departed.add(i)
+
+    def note_failing(self, ranks: Collection[int]) -> None:
+        """Mark super learners as failed whose learners say so; an engine does not, if the script closed it."""
+        unreported = (PeerState.LEFT,) if self.sources else (PeerState.LEFT, PeerState.ALIVE)
+        places = {i for i, group in enumerate(self._groups) if not set(ranks).isdisjoint(group)}
+        self.update([(i, PeerState.FAILED) for i in places if self.states[i] in unreported])
 
     def note_local_exits(self, ranks: Collection[int]) -> None:
         """Mark this super learner as failed if a learner of it has exited; engines report other failures.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.collectives.collectives import Collectives
+from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.messaging.messages import FIRST_PHASE
 from tests.silent_network import BETWEEN, LEAVES, WAITS, SilentNetwork
@@ -46,6 +47,19 @@ def test_who_has_ended_its_script_stays_so_when_a_super_learner_has_joined(
     assert collectives.finished() == {1}
     collectives.note_finished({2})  # others know more
     assert collectives.finished() == {1, 2}
+
+
+def test_one_that_closed_its_optimizer_and_then_failed_has_failed(
+    network: SilentNetwork, collectives: Collectives
+) -> None:
+    """As where a framework closes it: the engine left in order, the script ended by an exception."""
+    membership = collectives._membership
+    membership.update([(1, PeerState.LEFT), (2, PeerState.LEFT)])
+    leaves(network, 1, FINISHES)
+    leaves(network, 2, FAILS)
+    assert collectives.left() == {1}
+    membership.rejoin()
+    assert membership.failed_ranks() == (2,)
 
 
 def test_a_learner_that_has_joined_in_the_place_of_an_ended_one_has_not_ended(

@@ -145,6 +145,18 @@ def test_who_left_an_engine_that_is_stopped_may_be_there_still():
     assert membership.states == [ALIVE, ALIVE, FAILED, ALIVE]
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_who_says_that_it_fails_has_failed_also_if_its_engine_left_in_order(lines, runs: bool):
+    """An engine that runs reports it itself, with the step."""
+    membership = made(k=2)
+    membership.sources += [lambda: ()] * runs
+    membership.update([(1, LEFT)])
+    membership.note_failing([3, 4])
+    assert membership.states == [ALIVE, FAILED, ALIVE if runs else FAILED, ALIVE]
+    membership.rejoin()
+    assert membership.failed_ranks() == ((2, 3) if runs else (2, 3, 4, 5))
+
+
 def test_the_end_of_a_process_that_has_left_in_order_is_no_failure(lines):
     """Not that of a super learner which has left an engine alone."""
     membership = made(k=2)
