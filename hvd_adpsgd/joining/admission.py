@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.collectives.usage import counted
+from hvd_adpsgd.data import samplers
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.joining import candidates, reconnect
 from hvd_adpsgd.joining.arrival import arrive
@@ -65,8 +66,9 @@ def admit(
     at once. The started super learner joins in the first later call that finds it ready. It runs the script
     from the top, with the ranks of the failed one, up to its own first call of this function. That call
     returns the `state` of the other learners, and sets the model to the exact mean of all other super
-    learners' models and the optimizer state to that of one of them. Before that call, operations over all
-    learners (broadcast_parameters, ...) run in the new super learner alone.
+    learners' models, the optimizer state to that of one of them, and the epochs of samplers to the job's.
+    Before that call, operations over all learners (broadcast_parameters, ...) run in the new super learner
+    alone.
 
     Super learners beyond those of the start join in the same way: see HVD_ADPSGD_JOIN in docs/failures.md.
     size() and super_size() grow.
@@ -115,7 +117,8 @@ def admit(
     reshard(model)
     if joins:
         with held(world, DOING, known=optimizers):
-            state = arrive(world, model, optimizers)
+            state, epochs = arrive(world, model, optimizers)
+        samplers.join_at(epochs)
         world = worlds.current()
         _known.update(lost(world.groups, world.collectives.ranks))
         _elsewhere[len(world.groups)] = -1
@@ -130,7 +133,7 @@ def admit(
         world.collectives.instead("continue"),
         held(world, DOING, by_job=True, known=optimizers) as averagings,
     ):
-        packed, problem = _packed(state)
+        packed, problem = _packed((state, samplers.epochs(is_between=blocking)))
         stay = set() if blocking else world.collectives.finished()
         chosen = _survey(world, optimizers, patience_s, problem, stay)
         if chosen is not None:

@@ -21,7 +21,7 @@ from hvd_adpsgd.training.presence import live
 
 
 def arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Join the running job, on a joining learner; return the `state` of its learners."""
+    """Join the running job, on a joining learner; return the state of its learners, as packed by admit."""
     candidate = joining.this_learner()
     for averaging in live():
         averaging.engines.make_memory_ahead()

@@ -175,7 +175,7 @@ class Membership:
                 self._departed.add(i)
 
     def note_failing(self, ranks: Collection[int]) -> None:
-        """Mark super learners as failed whose learners say so; an engine does not, if the script closed it."""
+        """Mark super learners as failed whose learners say so; an engine that was closed before did not."""
         unreported = (PeerState.LEFT,) if self.sources else (PeerState.LEFT, PeerState.ALIVE)
         places = {i for i, group in enumerate(self._groups) if not set(ranks).isdisjoint(group)}
         self.update([(i, PeerState.FAILED) for i in places if self.states[i] in unreported])

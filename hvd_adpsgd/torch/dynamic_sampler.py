@@ -6,13 +6,13 @@ The laws: hvd_adpsgd/data/parts (between super learners), hvd_adpsgd/data/steps 
 import functools
 import math
 import os
-import weakref
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from hvd_adpsgd.data import samplers
 from hvd_adpsgd.data.channel import Channel, channel_of
 from hvd_adpsgd.data.ranges import EPOCH, Ranges, count, without
 from hvd_adpsgd.data.sharding import Sharding, View
@@ -52,7 +52,7 @@ class _Dynamic:
                 raise ConfigError(
                     f"{type(self).__name__}({name}={value!r}): give an integer of {minimum} or more."
                 )
-        self.batch_size, self.drop_last, self.epoch = batch_size, drop_last, 0
+        self.batch_size, self.drop_last, self.epoch = batch_size, drop_last, samplers.register(self)
         self._shuffle = shuffle
         self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
         self._begun: set[int] = set()
@@ -60,10 +60,14 @@ class _Dynamic:
         self._sharding: Sharding | None = None
         self._channel: Channel | None = None
         self._rest: dict[int, Steps] = {}  # what is left of epochs that a resumed job continues
-        _samplers.append(weakref.ref(self))
         self._order = functools.lru_cache(3)(  # positions of an earlier epoch may be left over
             lambda epoch: np.random.default_rng([seed, epoch]).permutation(self._length)
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this learner is in an epoch."""
+        return self._sharding is not None and self._sharding.is_open
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which gives its order; without a call it is the next integer."""
@@ -267,9 +271,6 @@ def dynamic_shards(urls: Sequence[str], shuffle: bool = True, seed: int = 0) -> 
     return _DynamicShards(urls, shuffle=shuffle, seed=seed)
 
 
-_samplers: list[weakref.ref[_Dynamic]] = []  # of this process
-
-
 def progress(sampler: DynamicSampler | DynamicBatchSampler | None = None) -> Progress:
     """Return the samples, and the epochs with their fraction, that the whole job has trained with so far.
 
@@ -290,7 +291,7 @@ def progress(sampler: DynamicSampler | DynamicBatchSampler | None = None) -> Pro
     Raises:
         ConfigError: without `sampler`, unless the process has exactly one.
     """
-    every = [each for made in _samplers if (each := made()) is not None]
+    every = [each for made in samplers.samplers if (each := made()) is not None]
     if sampler is None and len(every) != 1:
         raise ConfigError(
             f"hvd.progress(): this process has {len(every)} samplers. Name the one of the "

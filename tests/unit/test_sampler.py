@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.data import samplers
 from hvd_adpsgd.data.ranges import EPOCH, count, split, without
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import ConfigError, StrategyMismatchError
@@ -57,7 +58,7 @@ def test_a_resumed_epoch_has_the_rest() -> None:
 def test_a_schedule_follows_the_samples_and_continues_after_a_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dynamic_sampler, "_samplers", [])
+    monkeypatch.setattr(samplers, "samplers", [])
     with pytest.raises(ConfigError, match="has 0 samplers"):
         hvd.progress()
     sampler = hvd.DynamicBatchSampler(20, batch_size=5)
@@ -152,3 +153,17 @@ def test_sets_of_positions() -> None:
     assert without([(0, 10), (20, 30)], [(2, 4), (9, 21), (29, 40)]) == [(0, 2), (4, 9), (21, 29)]
     assert split([(5, 7), (0, 3)], 3) == ([(5, 7), (0, 1)], [(1, 3)])
     assert split([(5, 7), (0, 3)], 2) == ([(5, 7)], [(0, 3)])
+
+
+def test_one_that_joins_begins_where_the_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next epoch, or, if others are in the middle of one, in that; samplers made later, too."""
+    monkeypatch.setattr(samplers, "samplers", [])
+    monkeypatch.setattr(samplers, "_joined_at", [])
+    first, second = hvd.DynamicSampler(9), hvd.DynamicSampler(9)
+    list(first)
+    begun = iter(second)
+    next(begun)
+    assert samplers.epochs(is_between=True) == [1, 1]
+    assert samplers.epochs(is_between=False) == [1, 0]
+    samplers.join_at([5, 7, 9])
+    assert (first.epoch, second.epoch, hvd.DynamicSampler(9).epoch) == (5, 7, 9)
