@@ -14,6 +14,11 @@ from hvd_adpsgd.strategies.synchronous_gossip import ROUNDS_OF_PEERS, Synchronou
 from hvd_adpsgd.theory import topology
 
 
+def ring_edges(n: int) -> list[tuple[int, int]]:
+    """None for n = 1, one for n = 2, n for n >= 3."""
+    return [(0, 1)][: n - 1] if n <= 2 else [(i, (i + 1) % n) for i in range(n)]
+
+
 def complete_edges(n: int) -> list[tuple[int, int]]:
     """All n (n - 1) / 2 edges of the complete graph."""
     return list(itertools.combinations(range(n), 2))
@@ -28,9 +33,7 @@ def pair_matrix(n: int, i: int, j: int, weight: float = 0.5) -> np.ndarray:
 def ring_matrix(n: int) -> np.ndarray:
     """A round on the fixed ring: a third each of the own, the left and the right model; of two the mean."""
     weight = 1 / 2 if n == 2 else 1 / 3
-    return sum(
-        (pair_matrix(n, i, j, weight) - np.eye(n) for i, j in topology.ring_edges(n)), np.eye(n)
-    )
+    return sum((pair_matrix(n, i, j, weight) - np.eye(n) for i, j in ring_edges(n)), np.eye(n))
 
 
 def permuted_ring_matrix(order: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,7 +10,6 @@ from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
 from hvd_adpsgd.strategies.update_rules import Accelerate
-from hvd_adpsgd.theory import gossip, topology
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class A2CiD2(Strategy):
 
     x is the model, xt the second model, and time t counts steps. Between events dx = eta (xt - x) dt,
     dxt = eta (x - xt) dt; a gradient moves both alike; an exchange with peer j moves x by -(x - x_j)/2 and
-    xt by -alpha_tilde (x - x_j). eta and alpha_tilde follow from the ring's Laplacian (gossip.acceleration).
+    xt by -alpha_tilde (x - x_j). eta and alpha_tilde follow from the ring's Laplacian (ring_constants).
     The mean of (x + xt)/2 over all super learners moves by gradients only, so hvd.average_model and
     hvd.averaging_paused first set both models to their middle (x + xt)/2. While only one side has applied an
     exchange, the mean of x may differ slightly from the mean of the middles.
@@ -54,8 +54,27 @@ class A2CiD2(Strategy):
         return 1 / 2
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
-        # raises ConfigError for rings of 2 or 3, which are complete graphs
-        constants = gossip.acceleration(super_size, topology.ring_edges(super_size))
-        rule = Accelerate(constants.eta, constants.alpha_tilde)
+        rule = Accelerate(*ring_constants(super_size))
         schedule = self.base.plan(super_rank, super_size).schedule
         return Plan(schedule, 1 / 2, rule=rule)
+
+
+def ring_constants(n: int) -> tuple[float, float]:
+    """Return eta (per step) and alpha_tilde of the ring of n super learners, n >= 4.
+
+    eta = 1 / (2 sqrt(chi1 chi2)), alpha_tilde = sqrt(chi1 / chi2) / 2. chi1 = 1 / (1 - cos(2 pi / n)) is the
+    inverse of the smallest eigenvalue > 0 of the Laplacian I - W; chi2 = 1 - 1/n half of the resistance of an
+    edge, 2 beside n - 1 in series.
+
+    Raises:
+        ConfigError: for rings of 2 and 3, which are complete graphs: chi1 = chi2, nothing to accelerate.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023, and their code, which refuses complete graphs.
+    """
+    if n < 4:
+        raise ConfigError(
+            f"a2cid2: nothing to accelerate: on a ring of {n} every pair meets. Average without "
+            "acceleration, or on a ring of 4 or more."
+        )
+    chi1, chi2 = 1 / (1 - math.cos(2 * math.pi / n)), 1 - 1 / n
+    return 0.5 / math.sqrt(chi1 * chi2), 0.5 * math.sqrt(chi1 / chi2)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from hvd_adpsgd.errors import TopologyError
 
-Edges = list[tuple[int, int]]
 Peers = tuple[int | None, ...]
 
 
@@ -80,13 +79,6 @@ def random_partners(n: int, i: int, seed: int, rounds: int) -> npt.NDArray[np.in
     """
     others = _generator(seed, i).integers(0, n - 1, size=rounds, dtype=np.int32)
     return np.where(others >= i, others + 1, others).astype(np.int32)
-
-
-def ring_edges(n: int) -> Edges:
-    """Edges of the ring of n ranks: none for n = 1, one for n = 2, n for n >= 3."""
-    if n <= 2:
-        return [(0, 1)][: n - 1]
-    return [(i, (i + 1) % n) for i in range(n)]
 
 
 def require_rank(n: int, i: int) -> None:

@@ -11,7 +11,6 @@ from hvd_adpsgd_lab.simulation import planner
 from hvd_adpsgd_lab.simulation.planner import Cluster
 
 from hvd_adpsgd.strategies import Strategy, parse
-from hvd_adpsgd.theory import topology
 from tests.lab.clusters import changed
 
 STRATEGIES = ("fixed_ring", "random_ring:seed=3", "random_pairs:seed=3")
@@ -21,7 +20,7 @@ SEEDS, CHUNKS = 40, 8
 def slowest(strategy: Strategy, n: int) -> float:
     """Factor on squared disagreement per exchange if exchanges come one by one, at random."""
     if strategy.name == "fixed_ring":
-        return theorems.event_contraction(n, topology.ring_edges(n), strategy.pair_weight(n))
+        return theorems.event_contraction(n, theorems.ring_edges(n), strategy.pair_weight(n))
     return theorems.complete_event_contraction(n, strategy.pair_weight(n))
 
 

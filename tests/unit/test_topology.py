@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.theory import topology
+from tests.theorems import ring_edges
 
 SIZES = st.integers(1, 17)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -24,7 +25,7 @@ def test_ring_neighbours_by_hand():
 
 @given(SIZES)
 def test_ring_neighbours_are_the_ring_edges(n):
-    edges = topology.ring_edges(n)
+    edges = ring_edges(n)
     for i in range(n):
         by_edges = [j for edge in edges if i in edge for j in edge if j != i]
         assert sorted(topology.ring_neighbours(n, i)) == sorted(by_edges)
