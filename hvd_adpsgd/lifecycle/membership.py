@@ -22,7 +22,7 @@ _THERE, _LEFT, _FAILED = range(3)  # bytes that the learners of a super learner 
 _NEWS = {
     PeerState.SUSPECT: (
         "is silent",
-        "Averaging skips it until it answers; is it only slow, raise HVD_ADPSGD_DEADLINE_S.",
+        "Averaging skips it until it answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
     ),
     PeerState.ALIVE: ("answers again", "Averaging continues with it."),
     PeerState.LEFT: ("has left", "Averaging continues among its peers."),
