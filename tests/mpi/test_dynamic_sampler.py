@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import Result, run_learners
+from tests.launcher import ROOT, Result, run_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -115,3 +115,13 @@ def test_what_a_stopped_learner_holds_stays_with_it(tmp_path: Path) -> None:
     result.checked()
     assert max(one["longest_s"] for one in result.by_rank()) > 2
     assert counts(tmp_path, [0, 1, 2, 3]) == dict.fromkeys(range(SIZE), 3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("scheme", ["ddp", "equal", "dynamic"])
+def test_the_program_of_the_page_runs(scheme: str) -> None:
+    args, env = [scheme, "--steps", "4"], {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
+    result = run_learners(
+        2, ROOT / "examples" / "uneven.py", args=args, env=env, launcher="torchrun"
+    )
+    assert f"{scheme}: keeps " in result.checked().stdout
