@@ -188,7 +188,7 @@ EXPLORED = (
     Exploration(false_suspicions=1),
     Exploration(decisions=3),
     Exploration(direct=True),
-    Exploration(false_suspicions=1, crashes=1, direct=True),
+    Exploration(false_suspicions=1, crashes=0, direct=True),
     Exploration(decisions=2, direct=True),
 )
 EXPLORED_AT_LENGTH = (
@@ -198,6 +198,7 @@ EXPLORED_AT_LENGTH = (
     Exploration(n=4, crashes=2),
     Exploration(n=4, crashes=1, false_suspicions=1),
     Exploration(decisions=3, direct=True),
+    Exploration(false_suspicions=1, crashes=1, direct=True),
     Exploration(false_suspicions=1, direct=True),
     Exploration(decisions=2, false_suspicions=1, crashes=1, direct=True),
     Exploration(false_suspicions=2, crashes=1, majority=True, direct=True),

@@ -95,7 +95,7 @@ hvd.log_to(recorder, every_s=0.2)
 
 def train(fact: Callable[[], bool]) -> None:
     """Some steps, and on until it is true on all learners that live."""
-    for _ in until_all(fact, least=20, every=3):
+    for _ in until_all(fact, least=6, every=3):
         optimizer.zero_grad()
         loss = model[0].square().mean()
         loss.backward()
