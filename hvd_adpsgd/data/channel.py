@@ -22,14 +22,15 @@ class Channel:
         self._shardings: list[Sharding] = []
         self._meetings = len(world.collectives.newcomers)
         # received messages, by number of the sampler, which may not have begun
-        self._received: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+        self._received: dict[int, list[tuple[int, Any, Any]]] = defaultdict(list)
 
-    def open(self, size: Callable[[int], int], *of_sampler: Any) -> Sharding:
-        """Return the Sharding of one more sampler; the arguments: see there."""
+    def open(self, identity: Any, size: Callable[[int], int], *of_sampler: Any) -> Sharding:
+        """Return the Sharding of one more sampler, whose data `identity` names; the arguments: see there."""
         world = worlds.current()
         parts = None if world.collectives.is_newcomer else world.membership.founders
         of_job = world.rank, world.groups, parts, self._collectives.topics.wake
         sharding = Sharding(*of_job, size, *of_sampler)
+        sharding.identity = identity
         self._shardings.append(sharding)
         return sharding
 
@@ -55,12 +56,20 @@ class Channel:
         view = self._view(living)
         if view.is_anew:
             self._received.clear()
-        for rank, (number, message) in heard:
-            self._received[number].append((rank, message))
+        for rank, (number, identity, message) in heard:
+            self._received[number].append((rank, identity, message))
         out: list[tuple[int, Any]] = []
         for number, sharding in enumerate(self._shardings):
-            said = sharding.talk(view, self._received.pop(number, []))
-            out += [(rank, (number, message)) for rank, message in said if rank in living]
+            received = self._received.pop(number, [])
+            for rank, identity, _ in received:
+                if identity != sharding.identity:
+                    sharding.mismatch = (
+                        f"sampler {number} is of {identity} on learner {rank}, of {sharding.identity} on "
+                        f"learner {self._world.rank}. Make samplers in the same order, alike on all learners."
+                    )
+            said = sharding.talk(view, [(rank, message) for rank, _, message in received])
+            mine = number, sharding.identity
+            out += [(rank, (*mine, message)) for rank, message in said if rank in living]
         return out
 
     def _view(self, living: set[int]) -> View:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from hvd_adpsgd.data.parts import Consumed, Parts
 from hvd_adpsgd.data.ranges import Ranges, count, merged
 from hvd_adpsgd.data.steps import Steps
+from hvd_adpsgd.errors import StrategyMismatchError
 
 _WINDOW = 16  # steps whose times give the rate
 _INSIDE_S = 0.1  # the other learners of a super learner ask for positions so much ahead
@@ -87,6 +88,8 @@ class Sharding:
         self.parts = Parts(super_rank, parts, size)
         self.parts.step = self.parts.lead = self._each * self._learners
         self.error: Exception | None = None  # raised by `next` while it waits
+        self.identity: Any = None  # of the data; equal on all learners
+        self.mismatch = ""  # why it is not
         self._changed = threading.Condition()
         self._steps: dict[int, Steps] = {}
         self.epoch: int | None = None
@@ -126,6 +129,8 @@ class Sharding:
     def next(self) -> Ranges:
         """Return this learner's positions of its next step; [] after the last."""
         with self._changed:
+            if self.mismatch:
+                raise StrategyMismatchError(self.mismatch)
             assert self.epoch is not None
             steps, asked_at = self._of(self.epoch), time.monotonic()
             self._done, self._asked = self.step, self.step + 1

@@ -155,7 +155,10 @@ class _Dynamic:
             channel = channel_of(worlds.current())
             if self._sharding is None or self._channel is not channel:
                 self._samples_before = self._progress().samples
-                self._channel, self._sharding = channel, channel.open(*of_sampler)
+                self._channel, self._sharding = (
+                    channel,
+                    channel.open({**self._identity, "samples": self._number}, *of_sampler),
+                )
         elif self._sharding is None:
             self._sharding = Sharding(0, [[0]], 1, lambda: None, *of_sampler)
             self._sharding.talk(View([[0]], frozenset((0,))), [])
@@ -208,6 +211,7 @@ class DynamicSampler(_Dynamic, Sampler[int]):
 
     Raises:
         ConfigError: for a value out of its range, and on iterating over an epoch twice.
+        StrategyMismatchError: on iterating, if samplers differ between learners.
         WorldError: on iterating before a joining super learner has called hvd.admit, or in a forked process.
         LearnerFailedError: on iterating, if a learner of this super learner has failed.
     """

@@ -1,6 +1,7 @@
 """DynamicSampler in jobs: every index is counted; a slow learner costs what it is slower, not more."""
 
 import json
+import re
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -106,6 +107,13 @@ def test_what_an_ended_one_held_goes_to_the_others(
     living, whole = counts(tmp_path, others), counts(tmp_path, [0, 1, 2, 3])
     assert max(living.values()) <= 3  # at most once per epoch
     assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 3
+
+
+def test_samplers_that_differ_are_refused(tmp_path: Path) -> None:
+    """Else some samples would be given twice and some never."""
+    result = run(tmp_path, 3 * [0.05], epochs=40, variables={"SEEDS": "differ"})
+    line = r"StrategyMismatchError: sampler 0 is of .*'seed': \d.* on learner \d, of .*'seed': \d"
+    assert result.returncode != 0 and re.search(line, result.stderr), result.report()
 
 
 @pytest.mark.extended

@@ -1,5 +1,6 @@
 """Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, victims.
-With SHARDS set, each index is the URL of a shard, for one step. INSIDE: ddp, or fsdp2.
+With SEEDS set, seeds differ. With SHARDS set, each index is the URL of a shard, for one step. INSIDE: ddp,
+or fsdp2.
 
 A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
 hvd.progress(). A victim sends itself SIGNAL in its second epoch, once all others are known to be in theirs; a
@@ -30,8 +31,9 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    seed = 3 + hvd.rank() * ("SEEDS" in os.environ)
     dataset = TensorDataset(torch.arange(SIZE))
-    sampler = hvd.DynamicSampler(dataset, batch_size=BATCH, seed=3)
+    sampler = hvd.DynamicSampler(dataset, batch_size=BATCH, seed=seed)
     loader: Any = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     if "SHARDS" in os.environ:
         sampler = loader = hvd.dynamic_shards([str(i) for i in range(SIZE)], seed=3)
