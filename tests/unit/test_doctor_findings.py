@@ -1,6 +1,7 @@
 """The doctor's judgements, one table each, and what it reads; no MPI is started here."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -410,3 +411,14 @@ def test_one_learner_is_started_on_each_host():
 def test_the_name_of_the_host_is_needed_without_mpi(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     assert unresolved_host() == "no-such-host.invalid"
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"), [("150000 100000", 1.5), ("max 100000", math.inf), ("", math.inf)]
+)
+def test_cores_are_those_that_a_container_may_use(
+    tmp_path: Path, quota: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    (tmp_path / "cpu.max").write_text(quota)
+    assert probes.usable_cores(str(tmp_path / "cpu.max")) == min(3, most)

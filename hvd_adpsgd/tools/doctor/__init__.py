@@ -145,7 +145,7 @@ def _examine_machine(
     each = config.super_learner_size
     leaders = max(1, (learners or 1) // (each or learners or 1))
     yield findings.judge_memory(probes.shared_memory(), config.chunk_kib, leaders, each)
-    yield findings.judge_cores(len(os.sched_getaffinity(0)), learners)
+    yield findings.judge_cores(probes.usable_cores(), learners)
     reached = []
     for visit in visits:
         finding = findings.judge_host(visit, here)

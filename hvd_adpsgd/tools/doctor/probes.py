@@ -258,6 +258,17 @@ def ompi_info(mpirun: str | None, seconds: float) -> str | None:
     return bounded([path, "--parsable"], seconds).out if path else None
 
 
+def usable_cores(quota: str = "/sys/fs/cgroup/cpu.max") -> float:
+    """Return the number of cores that this process may use, by its affinity and its container's quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # no control groups of version 2, or "max": no quota
+        allowed, period = map(int, Path(quota).read_text().split())
+        cores = min(cores, allowed / period)
+    return cores
+
+
 def shared_memory(folder: str = SHARED_FOLDER) -> int | str:
     """Return the free bytes of shared memory, or why no file can be created there."""
     try:
