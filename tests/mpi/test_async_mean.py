@@ -51,6 +51,20 @@ def test_the_others_go_on_until_the_last_contributes(tmp_path: Path, inner: int,
     assert all(one["wrong"] < 1e-6 for one in compared), compared
 
 
+@pytest.mark.extended
+def test_a_stopped_learner_contributes_once_it_goes_on(tmp_path: Path) -> None:
+    result, facts = run(tmp_path, "resumed", launcher="gloo")
+    result.checked()
+    assert len(facts["steps"]) == 4 and facts["polled"] >= 20
+
+
+@pytest.mark.extended
+def test_a_super_learner_joins_in_the_middle(tmp_path: Path) -> None:
+    result, facts = run(tmp_path, "joined", timeout=200)
+    assert {"0", "1", "2"} <= set(facts["steps"])
+    assert "super learner 3 has joined" in result.stderr
+
+
 def test_a_stopped_learner_is_left_out(tmp_path: Path) -> None:
     result, facts = run(tmp_path, "stopped", launcher="gloo")
     result.checked()

@@ -1,7 +1,8 @@
 """The mean without waiting while all train. Arguments: folder, what happens to the last super learner.
 
 "late": it ends its step only once all others have made STEPS steps since the mean was asked for; "stopped":
-by SIGSTOP, until the mean is there, and they have; "killed": as it contributes.
+by SIGSTOP, until the mean is there, and they have; "resumed": by SIGSTOP, until they have; "killed": as it
+contributes; "joined": before, and another one joins when the mean has just been asked for.
 """
 
 import os
@@ -15,6 +16,7 @@ import torch
 from learner import generator, say
 
 import hvd_adpsgd.torch as hvd
+from hvd_adpsgd.joining import reconnect
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.training import async_mean
 from hvd_adpsgd.training.pause import paused
@@ -54,25 +56,43 @@ def main() -> None:
     asked, done = folder / "asked", folder / "done"
     handle, since, polled, rng = None, 0, 0, generator(world.rank)
 
+    def ask() -> None:
+        nonlocal handle
+        handle = hvd.average_model_async(model, timeout=1 if what == "stopped" else None)
+        asked.touch()
+
+    def connect_anew(
+        *args, **how
+    ):  # all are here, so nobody contributes before the other one has joined
+        if world.rank == 0 and handle is None:
+            ask()
+        return connect(*args, **how)
+
+    connect, reconnect.connect_anew = reconnect.connect_anew, connect_anew
+
     def have_gone_on() -> bool:
         return all((folder / f"{rank}.on").exists() for rank in others)
 
     for step in count():
+        if what == "joined":
+            hvd.admit(model, optimizer, blocking=False)
         optimizer.zero_grad()
         model(torch.randn(8, 7, generator=rng)).square().sum().backward()
         if is_last and step == 5:
             (folder / f"inside.{os.getpid()}").touch()
             if what == "late":
                 wait_for(have_gone_on, "the others go on")
-            elif what == "stopped":
+            elif what in ("stopped", "resumed"):
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif what == "joined" and "HVD_ADPSGD_JOIN" not in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         since += asked.exists()
         if since == STEPS:
             (folder / f"{world.rank}.on").touch()
-        if handle is None and world.rank == 0 and (inside := list(folder.glob("inside.*"))):
-            handle = hvd.average_model_async(model, timeout=1 if what == "stopped" else None)
-            asked.touch()
+        inside = list(folder.glob("inside.*"))
+        if handle is None and world.rank == 0 and inside and what != "joined":
+            ask()
         if handle is not None and not done.exists():
             if hvd.poll(handle):
                 torch.save(hvd.synchronize(handle), folder / "state.pt")
@@ -80,8 +100,9 @@ def main() -> None:
                 say(steps=handle.steps, left_out=handle.left_out, keys=keys, polled=polled)
                 done.touch()
             polled += 1
-        gone = what == "killed" or have_gone_on()
-        if handle is not None and what == "stopped" and done.exists() and gone:
+        gone = what in ("killed", "joined") or have_gone_on()
+        ends = gone and (done.exists() or what == "resumed")
+        if handle is not None and what in ("stopped", "resumed") and ends:
             os.kill(int(inside[0].suffix[1:]), signal.SIGCONT)
         if hvd.allreduce(
             torch.tensor([float(done.exists() and gone)]), op=hvd.Min, process_set=hvd.super_learner
