@@ -1,8 +1,6 @@
-"""An engine by hand, for tests of one property each: --idle, --stale S, --grow, --elsewhere.
+"""An engine by hand, for tests of one property each: --idle, --grow, --elsewhere.
 
 idle: turns of the thread per second while nobody offers, whether it sleeps on its doorbell or in its wire.
-stale: trains with max_staleness S while a big model keeps exchanges long; gives the staleness. With --until U
-    it trains until a correction was staler than U steps.
 grow: tensors are added while exchanges run; gives the error of the mean.
 elsewhere: learner 1 cuts its model into larger chunks than learner 0; gives what is raised.
 Several runs, one after the other: --then between them.
@@ -27,18 +25,15 @@ FUTEX_WAKE = 1
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--idle", action="store_true")
-    parser.add_argument("--stale", type=int)
-    parser.add_argument("--until", type=int, default=-1, help="step on until one is staler")
     parser.add_argument("--grow", action="store_true")
     parser.add_argument("--elsewhere", action="store_true")
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--wire", default="mpi")
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
     for number, words in runs():
         args = parser.parse_args(words)
         run = Run(args)
         ways = {"idle": run.idle, "grow": run.grow, "elsewhere": run.elsewhere}
-        facts = next((way for name, way in ways.items() if getattr(args, name)), run.stale)()
+        facts = next(way for name, way in ways.items() if getattr(args, name))()
         run.engine.stop()
         say(run.comm, case=number, **facts)
 
@@ -70,7 +65,6 @@ class Run(Driven):
             self.rng.standard_normal(1_000_000),
             exchanges_per_step=8.0,
             chunk_kib=256 * 2 ** (args.elsewhere and self.comm.rank == 1),
-            max_staleness=args.stale,
             same_host="mpi" if args.no_share else "memory",
             wire=args.wire,
         )
@@ -99,17 +93,6 @@ class Run(Driven):
 
     def turns(self) -> int:
         return int(self.engine.loop.counters()["turns"])
-
-    def stale(self) -> dict:
-        ends = time.monotonic() + DEADLINE_S
-        while True:
-            for _ in range(self.args.steps):
-                self.turn()
-                time.sleep(1e-3)  # a gradient, much shorter than an exchange
-            metrics = self.engine.metrics()
-            old = any(metrics["staleness"][self.args.until + 1 :])
-            if self.comm.allreduce(old or time.monotonic() > ends, op=MPI.LOR):
-                return {"staleness": metrics["staleness"], "exchanges": metrics["exchanges"]}
 
     def grow(self) -> dict:
         added = 0
