@@ -1,11 +1,14 @@
 """What the learners of a super learner know of each other's operations in torch: a table in shared memory."""
 
+import os
+
 from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.launch.world import World
 
 _TEXT_NBYTES = 1000
-COLUMNS = (*((name, "i8") for name in ("ended", "begun", "failed")), ("text", f"S{_TEXT_NBYTES}"))
+_NUMBERS = "ended", "begun", "failed", "looks", "pid"
+COLUMNS = (*((name, "i8") for name in _NUMBERS), ("text", f"S{_TEXT_NBYTES}"))
 
 
 class PeerBoard:
@@ -16,12 +19,15 @@ class PeerBoard:
         ended       0 until the learner enters shutdown(), then 1 + the number of operations it had begun
         begun       number of operations of torch that it has begun, up to a second ago
         failed      1 once it has detected an error that ends the super learner
+        looks       number of looks of its watch at this board; -1 after the last one
+        pid         of its process
         text        that error; before, the operation inside the super learner that it is in, or ""
     """
 
     def __init__(self, world: World):
         self._rows = shared_table(COLUMNS, world.inner)
         self.mine = self._rows[world.inner_rank]
+        self.mine["pid"] = os.getpid()
 
     def column(self, name: str) -> list[int]:
         """Return what all learners have in a column."""

@@ -16,7 +16,8 @@ operation inside the super learner cannot: its thread is in Horovod. So each wat
 trains is, and writes that to a board in shared memory (`PeerBoard`), for its peers. They read on `Mates`
 whether they have begun that operation, too. So they end also the wait of this library for a peer's gradients.
 
-An error that one learner detects it writes to the board, too: all learners of the super learner raise it.
+An error that one learner detects it writes to the board, too: all learners of the super learner raise it. A
+watch counts its looks there: a process in which it looks no more is stopped, or hangs.
 
 Weaknesses: a wait in `work.wait()` that the script calls itself is not noticed. A script that begins an
 operation of torch asynchronously, enters an operation over all learners seconds later, and on a local peer
@@ -26,7 +27,9 @@ does both in the other order, is taken for such a wait.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import sys
 import threading
 import weakref
@@ -53,6 +56,7 @@ log = logging.getLogger("hvd_adpsgd")
 _PERIOD_S = 1.0  # between two checks; a wait is noticed at the second or third one
 # modules in which torch waits for peers; those that save may just write
 _WAITS = re.compile(r"/torch/(autograd|distributed(?!/checkpoint)|nn/parallel)/")
+_STOPPED_S = 10.0  # least time after which a peer that stands still counts as stopped
 _LONGEST_S = 5.0  # for Horovod to end
 _FOREVER = 2**62  # more operations than there are
 _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has this number
@@ -88,6 +92,9 @@ class _PeerWatch:
         self._names = begun_inside(world).keys()  # learners make later groups at different times
         self._progress_before: tuple[int, int] | None = None
         self._elsewhere_before: dict[int, str] = {}
+        self._still: dict[
+            int, tuple[int, int]
+        ] = {}  # by peer: its looks, own looks since the last of them
         self._over = threading.Event()
         world.collectives.steps.append(self._operations_begun)
         world.collectives.before.append(self._before_operation)
@@ -142,15 +149,16 @@ class _PeerWatch:
         return Made(_COUNTED, self._thread, self._begun())
 
     def _run(self) -> None:
-        while not self._over.wait(_PERIOD_S):
-            if worlds.is_initialized():
-                self._world = worlds.current()  # another one after super learners have joined
-            try:
+        try:
+            while not self._over.wait(_PERIOD_S):
+                if worlds.is_initialized():
+                    self._world = worlds.current()  # another one after super learners have joined
                 self._check(self._world)
-            except AdpsgdError as error:
-                if not self._over.is_set():
-                    self._end(error)
-                return
+        except AdpsgdError as error:
+            if not self._over.is_set():
+                self._end(error)
+        finally:
+            self._board.mine["looks"] = -1
 
     def _check(self, world: World) -> None:
         """Raise LearnerFailedError or CollectiveMismatchError if this learner waits without end."""
@@ -158,6 +166,7 @@ class _PeerWatch:
             raise cause
         self._write_position()
         self._require_peers()
+        self._kill_stopped()
         where, mates = self._position()
         awaiting = [a.super_learner.mates for a in live() if a.order.waits]
         mates = awaiting[0] if awaiting else mates
@@ -224,6 +233,28 @@ class _PeerWatch:
             preemption.block_if_leaving()
             ranks = self._world.groups[self._world.super_rank]
             raise leaves(self._world, self._position()[0], {ranks[i] for i in failed})
+
+    def _kill_stopped(self) -> None:
+        """Kill peers whose watches have not looked for failure_timeout_s: stopped processes, or such as hang.
+
+        Counted in looks of this learner, which may have been stopped, too. A killed one has failed for all.
+        """
+        self._board.mine["looks"] += 1
+        world = self._world
+        longest = max(_STOPPED_S, world.config.failure_timeout_s) // _PERIOD_S
+        for peer, look in enumerate(self._board.column("looks")):
+            last, still = self._still.get(peer, (look, -1))
+            still = still + 1 if look == last >= 0 else 0
+            self._still[peer] = look, still
+            if still == longest and world.config.wire == "tcp":
+                log.error(
+                    "learner %d has stood still for %d s (it was stopped, or hangs), and is killed: its "
+                    "super learner has failed. Raise HVD_ADPSGD_FAILURE_TIMEOUT_S if learners stand still "
+                    "for so long.",
+                    world.groups[world.super_rank][peer],
+                    still,
+                )
+                os.kill(self._board.column("pid")[peer], signal.SIGKILL)
 
     def _failed(self) -> list[int]:
         """Return the inner ranks of peers whose process has exited without shutdown()."""

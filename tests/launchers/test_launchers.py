@@ -286,9 +286,13 @@ def test_operations_of_a_minority_are_errors_on_all_that_are_left(left: list[int
 
 
 @pytest.mark.extended
-def test_horovodrun_of_this_build_lets_the_others_train_on() -> None:
+@pytest.mark.parametrize(
+    ("how", "inner"), [("KILL", "horovod"), ("STOP", "torch"), ("STOP", "horovod")]
+)
+def test_horovodrun_of_this_build_lets_the_others_train_on(how: str, inner: str) -> None:
     """With Gloo; the status of the command is that of the first surviving learner."""
-    result = run_learners(4, TRAINS_ON, args=["2", "SIGKILL"], env=OF_TWO, launcher="gloo")
+    env = {**OF_TWO, "HVD_ADPSGD_INNER": inner, "HVD_ADPSGD_FAILURE_TIMEOUT_S": "10"}
+    result = run_learners(4, TRAINS_ON, args=["2", f"SIG{how}"], env=env, launcher="gloo")
     assert result.returncode == 75, result.report()
     facts = {f["rank"]: f for f in result.said}
     assert [facts[rank]["total"] for rank in (0, 1)] == [1.0, 1.0], result.report()

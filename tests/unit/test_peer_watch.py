@@ -1,5 +1,6 @@
 """When a learner waits in torch for a local peer that cannot come, and when it may not say so."""
 
+import signal
 import sys
 import threading
 from types import SimpleNamespace
@@ -31,7 +32,9 @@ class Job:
         collectives: Any = SimpleNamespace(
             steps=[], before=[], require_step=self.require_step, leave=self.left.append
         )
+        config = SimpleNamespace(failure_timeout_s=12.0, wire="tcp")
         self.world: Any = SimpleNamespace(
+            config=config,
             inner=None,
             inner_rank=0,
             rank=4,
@@ -266,3 +269,26 @@ def test_where_the_thread_that_trains_is_in_an_operation(job: Job, module: str, 
             found
         )
     trainer.join()
+
+
+@pytest.mark.parametrize(
+    ("wire", "last", "moves", "killed"),
+    [
+        ("tcp", 0, False, True),
+        ("tcp", 7, True, False),
+        ("tcp", -1, False, False),
+        ("mpi", 7, False, False),
+    ],
+)
+def test_a_peer_that_stands_still_is_killed(
+    job: Job, wire: str, last: int, moves: bool, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that trains, one that has ended, and one under MPI, whose heartbeats end, are not."""
+    kills: list[Any] = []
+    monkeypatch.setattr(peer_watch.os, "kill", lambda *its: kills.append(its))
+    job.world.config.wire, job.rows["looks"][1], job.rows["pid"][1] = wire, last, 4711
+    for look in range(40):
+        job.rows["looks"][1] += moves
+        job.look()
+        assert not kills or look >= 12
+    assert kills == [(4711, signal.SIGKILL)] * killed
