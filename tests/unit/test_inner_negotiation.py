@@ -96,12 +96,12 @@ def test_who_has_shut_down_is_named_on_all_that_wait(
             in_thread("wait", pending.wait).result(LONGEST_S)
         assert isinstance(caught.value, HorovodInternalError)
         for words in (
-            f"by learner {NAMES[stops]} of this super learner",
+            f"learner {NAMES[stops]} of this super learner has shut down: ",
             f"learner {NAMES[rank]} waits",
             "join()",
         ):
             assert words in str(caught.value)
-        with pytest.raises(LearnerFailedError, match=f"by learner {NAMES[stops]} "):
+        with pytest.raises(LearnerFailedError, match=f"^learner {NAMES[stops]} "):
             announced(learners[rank], "b")
     stopping.result(LONGEST_S)
 

@@ -206,9 +206,9 @@ class Negotiation:
         if rank == self._rank:
             return HorovodInternalError("Horovod has been shut down.")
         return LearnerEndedError(
-            f"Horovod has been shut down by learner {self._names[rank]} of this super learner: its script "
-            f"has ended or failed, or it called hvd.shutdown(), and learner {self._names[self._rank]} waits "
-            "for it in an operation. Make the same number of steps on all learners of a super learner; or "
+            f"learner {self._names[rank]} of this super learner has shut down: its script has ended or "
+            f"failed, or it called hvd.shutdown(), and learner {self._names[self._rank]} waits for it in an "
+            "operation. Make the same number of steps on all learners of a super learner; or "
             "call hvd.join() after the last step, if this library averages the gradients."
         )
 
