@@ -134,16 +134,9 @@ class Connections:
         try:
             self._news_out, self._news_in = self._pipe()
             self._dials_out, self._dials_in = self._pipe()
-            self.wire = TcpWire(
-                SystemClock(),
-                rank,
-                size,
-                self._news_out,
-                self._dials_in,
-                MOST_CONNECTIONS,
-                IDLE_S,
-                config.failure_timeout_s,
-            )
+            pipes = self._news_out, self._dials_in
+            seconds = IDLE_S, config.failure_timeout_s
+            self.wire = TcpWire(SystemClock(), rank, size, *pipes, MOST_CONNECTIONS, *seconds)
         except OSError as error:
             self._close_pipes()
             raise self._cannot_open(error) from error

@@ -93,15 +93,8 @@ class Hello:
 
     def pack(self) -> bytes:
         """Return the Hello as HELLO_NBYTES bytes."""
-        return _FORM.pack(
-            _MAGIC,
-            PROTOCOL,
-            self.caller,
-            self.called,
-            self.caller_incarnation,
-            self.called_incarnation,
-            self.nonce,
-        )
+        incarnations = self.caller_incarnation, self.called_incarnation
+        return _FORM.pack(_MAGIC, PROTOCOL, self.caller, self.called, *incarnations, self.nonce)
 
     def reply(self, secret: bytes) -> bytes:
         """The reply to this Hello, REPLY_NBYTES bytes: a fresh nonce and the proof of the called side."""

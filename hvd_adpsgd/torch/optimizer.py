@@ -151,20 +151,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "groups": groups,
         "sparse_as_dense": sparse_as_dense,
     }
-    spec = agree(
-        world,
-        lambda: make_spec(
-            world,
-            optimizer,
-            averaging,
-            given,
-            inner,
-            process_set,
-            named,
-            buffers,
-            average_gradients,
-        ),
-    )
+    wanted = optimizer, averaging, given, inner, process_set, named, buffers, average_gradients
+    spec = agree(world, lambda: make_spec(world, *wanted))
     world = _join_if_synchronous(world, spec.strategy)
     if world.is_plain:
         its = inner_process_set(process_set, world).ranks or ()

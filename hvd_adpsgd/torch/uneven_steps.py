@@ -57,7 +57,7 @@ def joined(device: int) -> Iterator[None]:
             stack.enter_context(averaging.super_learner.reducing())
         waiting.result()
     mine = {averaging.number: _Made.by(averaging) for averaging in averagings}
-    with meeting_of(world, world.config.deadline_s, "join", "join"):
+    with meeting_of(world, "join", "join"):
         told = allgather_object(world.inner, mine)
     dropped = [a for a in averagings if any(a.number not in its for its in told)]
     if any(its.keys() != mine.keys() for its in told):
@@ -79,7 +79,7 @@ def _require_equal(world: World, dropped: list[Averaging]) -> None:
     uneven = [first_name(a) for a in dropped if a.super_learner.mates.are_uneven()]
     for averaging in dropped:
         stop_as_dropped(averaging, "join")
-    with meeting_of(world, world.config.deadline_s, "join", "join"):
+    with meeting_of(world, "join", "join"):
         told = [text for its in allgather_object(world.inner, uneven) for text in its]
     if told:
         raise ModelMismatchError(

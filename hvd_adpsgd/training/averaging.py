@@ -80,14 +80,8 @@ class Averaging:
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         if spec.moments is not None:
             told = _Exchanged(self)
-            self.rule = SharedMoments(
-                spec.trained,
-                told.optimizer,
-                spec.moments,
-                told.weight,
-                told.training,
-                told.arrivals,
-            )
+            given = spec.moments, told.weight, told.training, told.arrivals
+            self.rule = SharedMoments(spec.trained, told.optimizer, *given)
         self.step = 0
         self.restart = True
         self.stopped = ""

@@ -15,7 +15,7 @@ from hvd_adpsgd.launch.world import Communicators, World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
 from hvd_adpsgd.training.parameters import AveragingSpec
-from hvd_adpsgd.training.super_learner import SuperLearner, wrapping_failures
+from hvd_adpsgd.training.super_learner import SuperLearner, meeting_of
 from hvd_adpsgd.training.timeline import StepRecord
 
 
@@ -63,12 +63,10 @@ class Engines:
         def gather(value: Any) -> list[Any]:
             return _gather_from_counterparts(world, has_shard, value)
 
+        names, holders = world.membership.names, self.holders(world.inner)
+        gathers = None if world.collectives.joining else gather
         return self._make(
-            world.membership.names,
-            self.holders(world.inner),
-            world.outer if has_shard else None,
-            world.members,
-            None if world.collectives.joining else gather,
+            names, holders, world.outer if has_shard else None, world.members, gathers
         )
 
     def for_new_group(
@@ -96,13 +94,8 @@ class Engines:
     def make_memory_ahead(self) -> None:
         """Allocate, on a joining super learner, its next engine's memory before the other learners wait."""
         shows = self._has_shard and self._config.same_host == "memory"
-        self._ahead = memory_of(
-            self._tensors.shards,
-            self._config.chunk_kib * 1024,
-            self.holders(self._world.inner),
-            self._has_shard,
-            shows,
-        )
+        chunk, holders = self._config.chunk_kib * 1024, self.holders(self._world.inner)
+        self._ahead = memory_of(self._tensors.shards, chunk, holders, self._has_shard, shows)
         for specs in self._tensors.specs:
             self._ahead.extend(specs)
 
@@ -200,7 +193,7 @@ class Engines:
         )
         engine.rounds.look = self._look
         try:
-            with wrapping_failures(world, self._config.deadline_s):
+            with meeting_of(world, "averaging", "wrapping"):
                 for specs in self._tensors.specs if memory is None else ():
                     engine.memory.extend(specs)
             engine.start(gather)

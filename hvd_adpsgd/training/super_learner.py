@@ -52,7 +52,7 @@ class SuperLearner:
         self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
         self.broken: AdpsgdError | None = None
         self.find_cause: Callable[[], object] = lambda: None
-        with wrapping_failures(world, config.deadline_s):
+        with meeting_of(world, "averaging", "wrapping"):
             self.mates = Mates(world.inner, world.inner_rank)
             self.replacements = Replacements(world.inner, world.inner_rank)
 
@@ -171,20 +171,9 @@ class SuperLearner:
 
 
 @contextlib.contextmanager
-def wrapping_failures(world: World, seconds: float) -> Iterator[None]:
-    """As `SuperLearner.meeting`, while an optimizer is wrapped and has no engine yet.
-
-    Args:
-        world: the World of this learner.
-        seconds: longest wait for MPI to report which learner has failed.
-    """
-    with meeting_of(world, seconds, "averaging", "wrapping"):
-        yield
-
-
-@contextlib.contextmanager
-def meeting_of(world: World, seconds: float, doing: str, where: str) -> Iterator[None]:
-    """As `SuperLearner.meeting`, where there may be no wrapped optimizer."""
+def meeting_of(world: World, doing: str, where: str) -> Iterator[None]:
+    """As `SuperLearner.meeting`, where there may be no wrapped optimizer; `where` is for messages, too."""
+    seconds = world.config.deadline_s  # until MPI reports which learner has failed
     broken = _if_a_learner_failed(world, seconds, lambda failed: leaves(world, where, failed))
     with broken, mpi_failures(doing):
         yield

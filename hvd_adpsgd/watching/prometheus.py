@@ -117,14 +117,8 @@ class RunCollector(Collector):
         )
         for table in TABLES:
             if table.prometheus:
-                yield _metric(
-                    shown,
-                    table.prometheus,
-                    table.title,
-                    _counts(run, table.name),
-                    table.by,
-                    counts=True,
-                )
+                counts = _counts(run, table.name)
+                yield _metric(shown, table.prometheus, table.title, counts, table.by, counts=True)
         events = GaugeMetricFamily(
             "hvd_adpsgd_events", "newest 500 events, counted by kind", labels=["event"]
         )

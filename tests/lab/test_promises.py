@@ -110,6 +110,8 @@ def test_what_rounding_to_16_bits_holds_back_is_not_lost() -> None:
 def test_a_large_chunk_on_a_slow_link_is_no_silence() -> None:
     """A chunk is seen when all of it has arrived: 0.03 s at 20 Mb/s, with a deadline of 0.01 s."""
     learner = Learner(rate=0.5, step_s=0.1, spread=0.0, node_s=0.0, deadline_s=0.01)
+    network = {"latency_s": 1e-4, "jitter": 0.0, "late": 0.0, "bytes_per_s": 2.5e6, "slack": 1.0}
+    network |= {"detect_s": 0.1, "leave_deadline_s": 5.0}
     job = run(
         Scenario(
             seed=1,
@@ -119,14 +121,8 @@ def test_a_large_chunk_on_a_slow_link_is_no_silence() -> None:
             later=0,
             elements=10_000,
             dtype="float64",
-            latency_s=1e-4,
-            jitter=0.0,
-            late=0.0,
-            bytes_per_s=2.5e6,
-            slack=1.0,
-            detect_s=0.1,
-            leave_deadline_s=5.0,
             learners=(learner, learner),
+            **network,
         )
     )
     assert job.summary()["exchanges"] > 5 and job.summary()["parked"] == 0

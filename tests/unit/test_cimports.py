@@ -9,33 +9,11 @@ ROOT = Path(__file__).parents[2]
 EXT = ROOT / "ext" / "hvd_adpsgd"
 LAB = ROOT / "lab" / "ext" / "hvd_adpsgd_lab"
 # Each may cimport what stands before it.
-ORDER = (
-    "kernels",
-    "codes",
-    "doorbell",
-    "store",
-    "mailbox",
-    "wire",
-    "wire_mpi",
-    "matching",
-    "unconfirmed",
-    "wire_tcp",
-    "agreement",
-    "butterfly",
-    "membership",
-    "reports",
-    "core",
-    "windows",
-    "control",
-    "departures",
-    "pairs",
-    "partners",
-    "lanes",
-    "exchange",
-    "mean",
-    "inspect",
-    "loop",
-)
+ORDER = """
+    kernels codes doorbell store mailbox wire wire_mpi matching unconfirmed wire_tcp agreement
+    butterfly membership reports core windows control departures pairs partners lanes exchange
+    mean inspect loop
+""".split()
 CIMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+cimport|cimport\s+([\w.]+))", re.MULTILINE)
 
 

@@ -18,19 +18,7 @@ from hvd_adpsgd.watching.reports import Report
 
 GOOD = Report(time_s=1e9, step=7, steps_per_s=10.0, scalars={"loss": 1.0})
 NUMBERS = ("time_s", "step", "steps_per_s", "exchanges", "distance", "left_out", "offer")
-BAD = (
-    '"abc"',
-    "[]",
-    "{}",
-    "1e999",
-    "-1e999",
-    "NaN",
-    "1" + "0" * 400,
-    "1e300",
-    "-1",
-    "null",
-    '"\\ud800"',
-)
+BAD = *'"abc" [] {} 1e999 -1e999 NaN 1e300 -1 null "\\ud800"'.split(), "1" + "0" * 400
 FOREIGN = [
     *(
         f'{{"kind":"report","time_s":1e9,"step":1,"{name}":{bad}}}'

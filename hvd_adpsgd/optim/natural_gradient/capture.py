@@ -373,15 +373,8 @@ class _Output(_NotCopied):
         x = inputs[0]
         # the input has no batch dimension
         if kind is _Convolution and x.ndim == module.weight.ndim - 1:
-            taken = kind.apply(
-                x.unsqueeze(0),
-                module.weight,
-                module.bias,
-                tap,
-                module,
-                [output.detach().unsqueeze(0)],
-            )
-            return taken.squeeze(0)
+            x, y = x.unsqueeze(0), output.detach().unsqueeze(0)
+            return kind.apply(x, module.weight, module.bias, tap, module, [y]).squeeze(0)
         return kind.apply(x, module.weight, module.bias, tap, module, [output.detach()])
 
 

@@ -193,15 +193,9 @@ def _reduced(tensors: Sequence[torch.Tensor], how: Reduction) -> list[torch.Tens
     unfit = next((t for t in tensors if not _is_reducible(t)), None)
     mine = {} if unfit is not None else _packed([_scaled(_flat(t), how.prescale) for t in tensors])
     is_told = unfit is None and sum(array.nbytes for array in mine.values()) <= _TOLD
-    call = Call(
-        how.kind,
-        how.name,
-        described([(None, t) for t in tensors]),
-        None,
-        _OP_NAMES[how.op],
-        (how.prescale, how.postscale),
-        mine if is_told else None,
-    )
+    shapes, scales = described([(None, t) for t in tensors]), (how.prescale, how.postscale)
+    told = mine if is_told else None
+    call = Call(how.kind, how.name, shapes, None, _OP_NAMES[how.op], scales, told)
 
     def combined(attempt: Attempt, dtype: torch.dtype) -> torch.Tensor:
         if is_told:
