@@ -547,16 +547,6 @@ def test_timeline_shows_trainer_and_engine_of_all(timeline: Path) -> None:
         assert shown[rank, "merge"] == sum(n["chunks"] for n in numbers)
 
 
-@pytest.mark.parametrize("bound", [1, 2, 4])
-def test_staleness_is_bounded(timeline: Path, bound: int) -> None:
-    said = counted(timeline)[f"bound {bound}"]
-    assert len(said) == 4
-    for facts in said:
-        assert sum(facts["staleness"]) > 0
-        # a snapshot between publication and offer of step k is of step k - 1, and applied in k + 1
-        assert sum(facts["staleness"][max(bound, 2) + 1 :]) == 0, facts["staleness"]
-
-
 def test_waiting_for_fresh_models_ends_at_the_deadline(timeline: Path) -> None:
     """Learner 0 is stopped until the others have made their steps: if they waited for it, none would end."""
     said = counted(timeline)["bounded"]

@@ -64,16 +64,6 @@ def counted() -> None:
     say(rank=rank, case="counted", live=live, first=first.numbers(), second=second.numbers())
 
 
-def fresh() -> None:
-    """Staleness of what was applied, with a bound."""
-    for bound in (1, 2, 4):
-        training = Training(max_staleness=bound, exchanges_per_step=4.0)
-        training.train(STEPS, pauses(1e-3))
-        numbers = training.numbers()
-        training.optimizer._averaging.stop()
-        say(case=f"bound {bound}", staleness=numbers.get("staleness"))
-
-
 def bounded() -> None:
     """Learner 0 is stopped until the others have made their steps: they wait for it for a while only."""
     training = Training(max_staleness=1, exchanges_per_step=4.0)
@@ -111,9 +101,5 @@ def is_stopped(process: int) -> bool:
 if __name__ == "__main__":
     hvd.init(config=Config(super_learner_size=2, timeline=sys.argv[1], chunk_kib=64, deadline_s=60))
     counted()
-    # In fresh() no wait for a correction ends before that has come; in bounded() each does.
-    hvd.init(config=Config(super_learner_size=1, chunk_kib=64, deadline_s=60))
-    fresh()
-    hvd.shutdown()
     hvd.init(config=Config(super_learner_size=1, chunk_kib=64, deadline_s=0.4))
     bounded()
