@@ -97,6 +97,6 @@ def test_noise_leaves_the_spread_of_the_closed_forms(n: int) -> None:
     contractions = theorems.randomised_ring_contraction(n), theorems.matching_contraction(n), 0.0
     kappas = [theorems.kappa_fixed(n), *(theorems.kappa_random(n, c) for c in contractions)]
     for spec, kappa in zip(NOISY, kappas, strict=True):
-        found = in_step(n)["noise"][spec]
-        assert found["kappa"] == pytest.approx(kappa, rel=0.05), spec
-        assert found["mean_error"] < 1e-12, spec
+        noise = in_step(n)["noise"][spec]
+        assert noise["kappa"] == pytest.approx(kappa, rel=0.05), spec
+        assert noise["mean_error"] < 1e-12, spec

@@ -178,8 +178,8 @@ def test_one_super_learner_and_synchronous_are_plain_horovod() -> None:
     np = 4 if horovod_inside() else 2  # more have sums in another order than Horovod's
     ours = f"hvd_adpsgd.torch {SIZE}="
     ways = f"{ours}1 HVD_ADPSGD_AVERAGING=synchronous", f"{ours}1 Synchronous", f"{ours}{np}"
-    (plain, _), (found, stderr) = like_horovod(np, "horovod.torch"), like_horovod(np, *ways)
-    assert found == plain * 3
+    (plain, _), (wrapped, stderr) = like_horovod(np, "horovod.torch"), like_horovod(np, *ways)
+    assert wrapped == plain * 3
     lines = [line for line in stderr.splitlines() if "nothing to average" in line]
     assert len(lines) == 1 and "HVD_ADPSGD_SUPER_LEARNER_SIZE=k" in lines[0], stderr
     assert stderr.index(f"way {ways[2]}\n") < stderr.index(lines[0]), "others are asked for"

@@ -117,13 +117,13 @@ NO_THREADS = {"LaunchError": [(THREADS, "SERIALIZED | MPI_THREAD_MULTIPLE | Unse
 def test_bad_launches_and_options_are_refused_on_all(
     n: int, refused: dict[str, list[Any]], env: dict[str, str]
 ) -> None:
-    cases = [(json.dumps(case), kind, told) for kind in refused for case, told in refused[kind]]
+    cases = [(json.dumps(case), kind, words) for kind in refused for case, words in refused[kind]]
     args = [f"[{', '.join(case for case, *_ in cases)}]"]
     launcher = "mpirun" if n > 1 else None
-    said = run_learners(n, REFUSED, args=args, env=env, launcher=launcher).checked().by_case()
+    errors = run_learners(n, REFUSED, args=args, env=env, launcher=launcher).checked().by_case()
     for case, kind, words in cases:
-        assert [facts.get("error") for facts in said[case]] == [kind] * n, case
-        for facts in said[case]:
+        assert [facts.get("error") for facts in errors[case]] == [kind] * n, case
+        for facts in errors[case]:
             assert all(word in facts["text"] for word in words.split(" | ")), facts
 
 

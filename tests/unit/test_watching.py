@@ -229,9 +229,9 @@ HANGS = {  # a run, and what is reported of it
 @pytest.mark.parametrize("case", HANGS)
 def test_trainers_that_hang_are_reported_once_within_a_minute_and_no_others(case: str) -> None:
     run, expected = HANGS[case]
-    found = told(3600 if "every" in case else 950, run().at)
-    assert [(kind, about) for _, kind, about in found if expected or kind == "hung"] == expected
-    assert case not in ("hangs", "sends no reports") or 140 <= found[0][0] <= 160
+    alerts = told(3600 if "every" in case else 950, run().at)
+    assert [(kind, about) for _, kind, about in alerts if expected or kind == "hung"] == expected
+    assert case not in ("hangs", "sends no reports") or 140 <= alerts[0][0] <= 160
 
 
 def test_the_table_shows_a_hung_trainer() -> None:
