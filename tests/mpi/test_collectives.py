@@ -552,43 +552,6 @@ def test_misuse_is_an_error_on_all_learners() -> None:
     assert [one["join"] for one in facts] == [2] * 4
 
 
-def test_learners_in_different_operations_are_told_so() -> None:
-    """The natural mistake, `if hvd.rank() == 0:` around what all learners must call."""
-    program = """
-        import torch
-        import hvd_adpsgd.torch as hvd
-        from tests.mpi.programs import learner
-        hvd.init()
-        model = torch.nn.Linear(3, 2)
-
-        def enter(context):
-            with context:
-                pass
-
-        optimizer = learner.wrap(model)
-        operations = {
-            "averaged": lambda: enter(hvd.averaged(model)), "average_model": lambda: hvd.average_model(model),
-            "averaging_paused": lambda: enter(hvd.averaging_paused()),
-            "consensus_distance": lambda: hvd.consensus_distance(model),
-            "hvd.DistributedOptimizer": lambda: learner.wrap(model)}
-        others = {"allreduce": lambda: hvd.allreduce(torch.ones(2)), "barrier": hvd.barrier,
-                  "broadcast_object": lambda: hvd.broadcast_object(1)}
-        told = {}
-        for name, operation in operations.items():
-            for other, call in others.items():
-                found = learner.outcome(operation if hvd.rank() == 0 else call)
-                told[f"{name}/{other}"] = list(found.values())
-        say(rank=hvd.rank(), told=told, after=hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
-    """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-    for facts in run_learners(3, program, env=env).checked().by_rank():
-        assert len(facts["told"]) == 15 and facts["after"] == 3, facts
-        for case, (kind, text) in facts["told"].items():
-            name, other = case.split("/")
-            assert kind == "CollectiveMismatchError", facts
-            assert f"learner 0 is in {name}, learner 1 in {other}." in text, text
-
-
 @needs_horovod_inside("calls of horovod.torch alone, and process sets")
 def test_one_super_learner_is_plain_horovod() -> None:
     """The same calls through both modules give the same bits, also those that only Horovod has."""
