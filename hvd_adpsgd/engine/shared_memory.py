@@ -177,12 +177,7 @@ def try_map(
 ) -> mmap.mmap | None:
     """Map `nbytes` bytes of a process's file; None if this process cannot reach it, or it is too short.
 
-    Args:
-        file: the file.
-        nbytes: number of bytes.
-        writes: whether this process writes to them, too.
-        offset: where they begin in the file; a multiple of the page size.
-        touch: whether all pages are mapped at once, and not when they are first used.
+    `offset` is a multiple of the page size. `touch`: all pages are mapped at once, not when first used.
     """
     try:
         return _map(file, nbytes, writes, offset, touch)

@@ -42,15 +42,7 @@ def leaves_out(plan: Plan, config: Config) -> bool:
 
 
 def steps_between_copies(moves: Moves, chunks: int) -> int:
-    """Return the steps between two copies of a chunk: at most those between two exchanges of it.
-
-    Args:
-        moves: what exchanges move.
-        chunks: number of chunks of the model; an exchange moves at least one.
-
-    Returns:
-        A power of 2 from 1 to LONGEST.
-    """
+    """Return the steps between two copies of a chunk, a power of 2 up to LONGEST: at most two exchanges'."""
     per_step = 2 * moves.rate * max(moves.share, 1 / max(1, chunks))
     steps = min(LONGEST, 1 / per_step) if per_step > 0 else LONGEST
     return 1 << int(math.log2(steps)) if steps > 1 else 1

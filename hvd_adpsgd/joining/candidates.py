@@ -150,11 +150,7 @@ class JoiningSuperLearner:
     def expect(self, offer: JoinOffer, terms: Any, ends: float | None = None) -> None:
         """Assign the super_rank of `offer`, and the terms that the joining super learner must match.
 
-        Args:
-            offer: the offer, which `send_offer` sends.
-            terms: the job's strategy, shards and parameters; those that the joining super learner sends when
-                it is ready must be equal.
-            ends: new deadline, of time.monotonic, for its state to become ready; None: unchanged.
+        These are the job's strategy, shards and parameters. `ends`: a new deadline for its state to be ready.
         """
         self._offer, self._terms = offer, terms
         self.number, self._ends = offer.super_rank, ends or self._ends

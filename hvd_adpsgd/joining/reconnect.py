@@ -146,13 +146,7 @@ def connect_anew(
 ) -> NewGroup:
     """Make the new connections and communicators; all learners of `ranks` call this together.
 
-    Args:
-        world: the world of this learner.
-        offer: the job including the joining super learner.
-        ranks: ranks of the learners to connect.
-        senders: ranks of the learners that send the joining super learner its state.
-        gather: returns the values of all learners of the job, by rank; None for a learner not in `ranks`.
-        ends: deadline, of time.monotonic.
+    `senders` send the joining super learner its state. `gather` returns values by rank, else None.
 
     Raises:
         TransportError, TopologyError: if this learner cannot connect.

@@ -28,11 +28,7 @@ def is_minority(
     between hosts, so a super learner that is lost on the host of a living learner has failed. Of two equal
     sides, the side with the lowest super_rank counts as the larger one.
 
-    Args:
-        placements: placements of all learners, by rank.
-        groups: ranks of the learners of each super learner, by super_rank.
-        living: ranks of the learners that have not failed, as seen from this side.
-        left: super_ranks of super learners that have left in order, so cannot be on the other side.
+    `left`: super_ranks of super learners that have left in order, so cannot be on the other side.
     """
     hosts = {placements[rank].host for rank in living}
     gone = [i for i in lost(groups, living) if i not in left]

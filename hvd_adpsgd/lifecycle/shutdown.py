@@ -599,13 +599,8 @@ def _is_last(
 ) -> bool | None:
     """Return whether learner `rank` is the last one to exit; None while that is undecided.
 
-    The learner that exits last has the lowest rank among those that run and are not in `passed_over`.
-
-    Args:
-        rank: rank of the learner.
-        ranks: ranks of all learners.
-        ended: ranks of learners whose process has exited.
-        passed_over: ranks of failing learners, which do not wait long; empty for a learner that fails itself.
+    The learner that exits last has the lowest rank among those that run and are not in `passed_over`: failing
+    learners, which do not wait long; empty for a learner that fails itself.
     """
     others = set(ranks) - {rank}
     if others <= ended:

@@ -224,9 +224,6 @@ def pass_threads(learners: int) -> int:
 
     As many as torch has, but no more than this learner's share of the host's cores: without OMP_NUM_THREADS
     torch has one thread per core in every learner.
-
-    Args:
-        learners: number of learners on this host.
     """
     share = (os.cpu_count() or 1) // learners
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)), share))
