@@ -56,6 +56,7 @@ class _Dynamic:
         self._shuffle = shuffle
         self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
         self._begun: set[int] = set()
+        self._unmade: Ranges = []  # of an epoch of equal steps
         self._samples_before = 0  # of the job that is resumed, and of former Worlds
         self._sharding: Sharding | None = None
         self._channel: Channel | None = None
@@ -80,7 +81,7 @@ class _Dynamic:
 
         Any learner can call it alone. What was consumed in the last second may be repeated after a resume.
         """
-        epoch, rest = self.epoch, []
+        epoch, rest = self.epoch, self._unmade
         if self._sharding is not None and epoch - 1 in self._begun:
             first = EPOCH * (epoch - 1)
             rest = without([(first, first + self._size(epoch - 1))], self._sharding.consumed())
@@ -124,9 +125,11 @@ class _Dynamic:
         steps.append([(first, first + self._size(epoch))])
         steps.ended, step = True, 0
         while ranges := steps.of_step(step, world.rank):
+            self._unmade = steps.made(step, steps.number)
             yield ranges
             self._samples_before += count(steps.made(step, step + 1))
             step += 1
+        self._unmade = []
 
     def _require_usable(self, epoch: int) -> None:
         doing = f"{type(self).__name__}, epoch {epoch}"

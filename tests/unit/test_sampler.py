@@ -128,6 +128,12 @@ def test_with_rounds_all_make_equally_many_steps(
     assert [list(map(len, own)) for own in steps] == [[4, 4, 3][: 3 - drops]] * 3
     taken = [i for own in steps for step in own for i in step]
     assert len(taken) == (24 if drops else 33) and len(set(taken)) == (24 if drops else 32)
+    sampler.set_epoch(7)
+    half = iter(sampler)
+    begun = [next(half) for _ in range(2)]  # of them the second is not made yet
+    other = hvd.DynamicBatchSampler(40, batch_size=4, samples=32)
+    other.load_state_dict(sampler.state_dict())
+    assert hvd.progress(other).samples == 7 * 32 + 12 and not set(begun[0]) & set(next(iter(other)))
     with pytest.raises(StrategyMismatchError, match="gossip_pga:period=3"):
         list(hvd.dynamic_shards(["a"]))
 
