@@ -7,9 +7,11 @@ the super learners' models. The Trainer waits for the slowest learner where it e
 """
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
 from hvd_adpsgd.integrations.accelerate_processes import follow_survivors, join_learners
+
+_SAMPLER = "hvd_sampler.json"  # in a checkpoint: what is left of the epoch
 
 
 class AdpsgdTrainingArguments(TrainingArguments):
@@ -74,6 +78,7 @@ class AdpsgdTrainer(Trainer):
     """
 
     _sampler: Any = None  # where speeds divide the training data
+    control: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         if not isinstance(self.args, AdpsgdTrainingArguments):
@@ -90,11 +95,11 @@ class AdpsgdTrainer(Trainer):
         self.accelerator.passes = self.args.gradient_accumulation_steps
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Let speeds divide the training data, if learners evaluate and save at ends of epochs alone."""
+        """Let speeds divide the training data; steps between evaluations and checkpoints are the job's."""
         plain, args = super()._get_train_sampler(train_dataset), self.args
-        at_ends = "steps" not in (args.eval_strategy, args.save_strategy)
         self._sampler = None
-        if at_ends and type(plain) is RandomSampler and hasattr(Trainer, "_run_epoch"):
+        can = hasattr(Trainer, "_run_epoch") and 1 not in (args.eval_steps, args.save_steps)
+        if can and type(plain) is RandomSampler:
             seed, data = self.accelerator.dataloader_config.data_seed, plain.data_source
             how = {"drop_last": args.dataloader_drop_last, "seed": seed}
             self._sampler = hvd.DynamicSampler(data, batch_size=args.train_batch_size, **how)
@@ -111,10 +116,17 @@ class AdpsgdTrainer(Trainer):
         if self._sampler is not None:
             epoch, self._steps = how["epoch"], how["num_update_steps_per_epoch"]
             self._sampler.set_epoch(epoch)
-            self._ends = (epoch + 1) * self._steps
-            self._made = (epoch == how["epochs_trained"]) * how["steps_trained_in_current_epoch"]
+            if epoch == how["epochs_trained"]:
+                self._logged = self._seen = self.state.global_step
+                file = Path(how["resume_from_checkpoint"] or "", _SAMPLER)
+                if how["steps_trained_in_current_epoch"] and file.exists():
+                    self._sampler.load_state_dict(json.loads(file.read_text()))
+                how["steps_trained_in_current_epoch"] = 0
+            self._ends, self._made = (epoch + 1) * self._steps, 0
             self._batches = _Batches(how["steps_in_epoch"])
             how.update(steps_in_epoch=self._batches, num_update_steps_per_epoch=sys.maxsize)
+            names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+            self._how = [how[name] for name in names]
         super()._run_epoch(**how)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -128,25 +140,44 @@ class AdpsgdTrainer(Trainer):
         return batches, items
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._sampler is not None and not self._made:
-            self.control.should_training_stop = False  # set where the others took the whole epoch
+        if self._sampler is not None:
+            number, every = self.state.global_step, self.state.logging_steps
+            if self.args.logging_strategy == "steps":  # numbers are repeated, or left out
+                self.control.should_log = number // every > self._logged // every
+            self._logged = number if self.control.should_log else self._logged
+            if not self._made:
+                self.control.should_training_stop = False  # set where others took the whole epoch
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _count(self, is_over: bool) -> None:
-        """Count the steps of the job in place of this learner's, each multiple of `logging_steps` once."""
-        state, every, last = (
-            self.state,
-            self.state.logging_steps,
-            min(self._ends, self.state.max_steps),
-        )
+        """Count the steps of the job in place of this learner's.
+
+        All learners meet at the same numbers, of evaluations and checkpoints: each has each of these once, if
+        need be after its last batch of the epoch.
+        """
+        state, args, last = self.state, self.args, min(self._ends, self.state.max_steps)
+        pairs = ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps))
+        every = [int(n) for kind, n in pairs if kind == "steps"]
         self._job = int(hvd.progress(self._sampler).epochs * self._steps)
-        logged = state.global_step // every * every
-        number = min(max(self._job, logged), logged + every - 1, last - 2)
+        self._seen = seen = max(self._seen, state.global_step)
+        held = (at - 1 for at in range(last - 1, 0, -1) if all(at % n for n in every))
+        number = max([self._job, *(seen // n * n for n in every)])
+        number = min([number, next(held, 0), *(seen // n * n + n - 1 for n in every)])
         if is_over or (last < self._ends and self._job >= last - 1):
-            number = last - (not is_over)  # this is the last step
-        for name in ("_globalstep_last_logged", "_initial_global_step"):
-            setattr(self, name, getattr(self, name) + number - state.global_step)
-        state.global_step = number
+            number = last - (not is_over)  # the last step
+            due = {at for n in every for at in range(seen // n * n + n, number + 1, n)}
+            for at in sorted(due | ({last} if every and number == state.max_steps else set())):
+                self._set_step(at)
+                self.control = self.callback_handler.on_step_end(args, state, self.control)
+                self._maybe_log_save_evaluate(self._tr_loss, None, *self._how)
+                if self.control.should_training_stop:
+                    return
+        self._set_step(number)
+
+    def _set_step(self, number: int) -> None:
+        for name in ("_globalstep_last_logged", "_initial_global_step"):  # from it count own steps
+            setattr(self, name, getattr(self, name) + number - self.state.global_step)
+        self.state.global_step = number
 
     @contextlib.contextmanager
     def _mean_model(self) -> Iterator[None]:
@@ -194,6 +225,10 @@ class AdpsgdTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         with self._mean_model():
             super()._save_checkpoint(model, trial)
+            if self._sampler is not None and hvd.is_coordinator():
+                folder = f"checkpoint-{self.state.global_step}"
+                file = Path(self._get_output_dir(trial=trial), folder, _SAMPLER)
+                file.write_text(json.dumps(self._sampler.state_dict()))
             best = hvd.broadcast_object(self.state.best_model_checkpoint, root_rank=None)
             self.state.best_model_checkpoint = best
 

@@ -212,6 +212,25 @@ def test_a_slow_learner_gets_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+def test_evaluations_and_checkpoints_by_steps_of_the_job_and_a_resume_in_mid_epoch(
+    tmp_path: Path,
+) -> None:
+    tens, saved = [*range(10, 81, 10)], ["checkpoint-30", "checkpoint-60", "checkpoint-80"]
+    for part, rows, evaluated in (
+        ("by_steps", 1600, tens),
+        ("resume_by_steps", 1000, tens),  # left are 50 of 80 steps
+        ("cut", 1000, [*range(7, 43, 7), 43]),  # by max_steps
+    ):
+        learners = run(tmp_path, part, size=1).checked().by_rank()
+        counted = Counter(row for facts in learners for row in facts["rows"])
+        assert max(counted.values()) == 1 and 0.8 * rows < len(counted) <= 1.3 * rows
+        assert len(learners[0]["step_s"]) < 0.8 * len(learners[1]["step_s"])
+        for facts in learners:
+            assert (facts["evaluated"], facts["saved"]) == (evaluated, saved), facts
+            assert facts["counted"] == evaluated[-1]
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["torchrun", "gloo", "horovodrun"])
 def test_scripts_of_the_page_under_other_launchers(launcher: str, tmp_path: Path) -> None:
     parts = ("page_trainer", "page_accelerate")
@@ -244,17 +263,15 @@ except RuntimeError as error:
 
 @pytest.mark.extended
 def test_a_process_group_of_accelerate_is_refused() -> None:
-    for facts in (
-        run_learners(2, LATE, launcher="torchrun", imports=("accelerate",)).checked().by_rank()
-    ):
+    late = run_learners(2, LATE, launcher="torchrun", imports=("accelerate",)).checked()
+    for facts in late.by_rank():
         assert facts["name"] == "WorldError"
         assert "Accelerate runs 2 processes of its own" in facts["told"]
 
 
 @pytest.mark.extended
 def test_one_super_learner_is_plain_horovod(tmp_path: Path) -> None:
-    for facts in (
-        run(tmp_path, "best_and_resume", "first_step", "operations", size=4).checked().by_rank()
-    ):
+    plain = run(tmp_path, "best_and_resume", "first_step", "operations", size=4).checked()
+    for facts in plain.by_rank():
         check_best_and_resume(facts)
         check_first_step(facts)

@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -210,13 +211,9 @@ def made(length):
 
 
 def arguments(**more):
-    given = {
-        "output_dir": "run",
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-    }
-    given |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    given = {"output_dir": "run", "report_to": "none", "disable_tqdm": True}
+    given |= {"remove_unused_columns": False, "per_device_train_batch_size": 2}
+    given["per_device_eval_batch_size"] = 2
     return AdpsgdTrainingArguments(**{**given, **more})
 
 
@@ -228,9 +225,9 @@ def first_step():
     lr, passes = 0.5, 2
     args = arguments(
         max_steps=1, optim="sgd", learning_rate=lr, lr_scheduler_type="constant", max_grad_norm=0.0,
-        gradient_accumulation_steps=passes, save_strategy="steps",
+        gradient_accumulation_steps=passes, save_strategy="no",
     )  # fmt: skip
-    AdpsgdTrainer(model=model, args=args, train_dataset=rows, data_collator=collator).train()
+    AdpsgdTrainer(model=model, args=args, train_dataset=Stream(), data_collator=collator).train()
     told = hvd.allgather_object((hvd.super_rank(), collator.batches[:passes]))
     reference, expected = tiny(), 0.0
     for super_rank in range(hvd.super_size()):
@@ -276,12 +273,8 @@ def trained(folder, **more):
 
 
 def best_and_resume():
-    best = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "early",
-        "greater_is_better": True,
-    }
-    trainer, _ = trained("best", bf16=True, use_cpu=True, **best)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "early"}
+    trainer, _ = trained("best", bf16=True, use_cpu=True, greater_is_better=True, **best)
     first = Path(trainer.state.best_model_checkpoint)
     trainer.save_model("best/final")
     tell(
@@ -381,12 +374,12 @@ class Slow(AdpsgdTrainer, TrainerCallback):
         self.step_s.append(self.spans[-1][1] - self.at)
 
 
-def slow():
+def slow(resume=None, **more):
     """Three epochs; the rate goes down to 0."""
     rows = [{**row, "number": i} for i, row in enumerate(made(100) * 16)]
     args = arguments(
-        output_dir="slow", num_train_epochs=3, learning_rate=1e-3, eval_strategy="epoch",
-        save_strategy="epoch", per_device_train_batch_size=5, logging_steps=10,
+        output_dir="slow", learning_rate=1e-3, per_device_train_batch_size=5, logging_steps=10,
+        **{"num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch", **more},
     )  # fmt: skip
     collator = Collator()
     trainer = Slow(
@@ -394,13 +387,20 @@ def slow():
     )
     trainer.spans, trainer.step_s = [], []
     trainer.callback_handler.add_callback(trainer)
-    output = trainer.train()
+    output = trainer.train(resume_from_checkpoint=resume)
     tell(
         spans=trainer.spans, step_s=trainer.step_s, rows=[i for b in collator.batches for i in b if i > 7],
         rate=trainer.lr_scheduler.get_last_lr()[0], counted=trainer.state.global_step,
         logged=[e["step"] for e in trainer.state.log_history if "loss" in e], loss=output.training_loss,
+        evaluated=[e["step"] for e in trainer.state.log_history if "eval_loss" in e],
         saved=sorted(path.name for path in Path("slow").glob("checkpoint-*")),
     )  # fmt: skip
+
+
+once = partial(slow, num_train_epochs=1, eval_strategy="steps")
+by_steps = partial(once, eval_steps=10, save_strategy="steps", save_steps=30)
+resume_by_steps = partial(once, "slow/checkpoint-30", eval_steps=10)
+cut = partial(once, max_steps=43, eval_steps=7, save_strategy="no")
 
 
 def slow_loop():
@@ -433,7 +433,7 @@ def slow_loop():
 
 class Killed(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        if state.global_step == 2 and hvd.rank() == 0:
+        if state.global_step >= 2 and hvd.rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
