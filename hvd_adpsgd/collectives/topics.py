@@ -42,10 +42,10 @@ class Topics:
             self._serve()
 
     def remove(self, name: str) -> Any:
-        """Exchange the last messages of a topic, and return it; the thread ends with the last topic."""
+        """Exchange the last messages of a topic, and return it, if there is one; the last ends the thread."""
         with contextlib.suppress(Exception):  # nobody may be there any more
             self._serve()
-        topic = self.by_name.pop(name)
+        topic = self.by_name.pop(name, None)
         if self._thread is not None and not self.by_name:
             self._woken.set()
             self._thread.join()

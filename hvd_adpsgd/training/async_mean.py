@@ -188,7 +188,8 @@ def serve_means(averaging: Averaging) -> None:
 
 def _close(topics: Topics) -> None:
     what = "average_model_async: hvd.shutdown() came before its end. Call hvd.synchronize before."
-    topics.remove(_TOPIC).fail(NotInitializedError(what))
+    if (means := topics.remove(_TOPIC)) is not None:  # else these operations were closed before
+        means.fail(NotInitializedError(what))
 
 
 def average_model_async(
