@@ -7,7 +7,7 @@ from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.launch.world import World
 
 _TEXT_NBYTES = 1000
-_NUMBERS = "ended", "begun", "failed", "looks", "pid"
+_NUMBERS = "ended", "begun", "failed", "looks", "pid", "pids"
 COLUMNS = (*((name, "i8") for name in _NUMBERS), ("text", f"S{_TEXT_NBYTES}"))
 
 
@@ -20,14 +20,14 @@ class PeerBoard:
         begun       number of operations of torch that it has begun, up to a second ago
         failed      1 once it has detected an error that ends the super learner
         looks       number of looks of its watch at this board; -1 after the last one
-        pid         of its process
+        pid, pids   of its process, and the namespace that this number is of
         text        that error; before, the operation inside the super learner that it is in, or ""
     """
 
     def __init__(self, world: World):
         self._rows = shared_table(COLUMNS, world.inner)
         self.mine = self._rows[world.inner_rank]
-        self.mine["pid"] = os.getpid()
+        self.mine["pid"], self.mine["pids"] = os.getpid(), os.stat("/proc/self/ns/pid").st_ino
 
     def column(self, name: str) -> list[int]:
         """Return what all learners have in a column."""

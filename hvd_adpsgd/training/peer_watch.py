@@ -246,7 +246,10 @@ class _PeerWatch:
             last, still = self._still.get(peer, (look, -1))
             still = still + 1 if look == last >= 0 else 0
             self._still[peer] = look, still
-            if still == longest and world.config.wire == "tcp":
+            is_known = (
+                self._board.column("pids")[peer] == self._board.mine["pids"]
+            )  # else it is in a container
+            if still == longest and is_known and world.config.wire == "tcp":
                 log.error(
                     "learner %d has stood still for %d s (it was stopped, or hangs), and is killed: its "
                     "super learner has failed. Raise HVD_ADPSGD_FAILURE_TIMEOUT_S if learners stand still "

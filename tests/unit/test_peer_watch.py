@@ -272,21 +272,26 @@ def test_where_the_thread_that_trains_is_in_an_operation(job: Job, module: str, 
 
 
 @pytest.mark.parametrize(
-    ("wire", "last", "moves", "killed"),
+    ("wire", "last", "moves", "place", "killed"),
     [
-        ("tcp", 0, False, True),
-        ("tcp", 7, True, False),
-        ("tcp", -1, False, False),
-        ("mpi", 7, False, False),
+        *(("tcp", 0, False, 0, True), ("tcp", 7, True, 0, False), ("tcp", -1, False, 0, False)),
+        *(("mpi", 7, False, 0, False), ("tcp", 0, False, 1, False)),
     ],
 )
 def test_a_peer_that_stands_still_is_killed(
-    job: Job, wire: str, last: int, moves: bool, killed: bool, monkeypatch: pytest.MonkeyPatch
+    job: Job,
+    wire: str,
+    last: int,
+    moves: bool,
+    place: int,
+    killed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that trains, one that has ended, and one under MPI, whose heartbeats end, are not."""
+    """One that trains, or has ended, or is under MPI (heartbeats), or in another container is not."""
     kills: list[Any] = []
     monkeypatch.setattr(peer_watch.os, "kill", lambda *its: kills.append(its))
     job.world.config.wire, job.rows["looks"][1], job.rows["pid"][1] = wire, last, 4711
+    job.rows["pids"] = [7, 7 + place]
     for look in range(40):
         job.rows["looks"][1] += moves
         job.look()
