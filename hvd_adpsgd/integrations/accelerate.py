@@ -87,9 +87,12 @@ class AdpsgdAccelerator(accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        if isinstance(data_loader.sampler, hvd.DynamicSampler):  # has divided the data
-            shard = prepared.batch_sampler
+        sampler = data_loader.sampler
+        if isinstance(sampler, hvd.DynamicSampler):  # has divided the data
+            shard, plain = prepared.batch_sampler, sampler.set_epoch
             shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
+            # Accelerate does not count an epoch without a batch here, or left early
+            data_loader.sampler.set_epoch = lambda epoch: plain(max(epoch, sampler.epoch))
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

@@ -50,6 +50,7 @@ def test_trainer_and_accelerate(tmp_path: Path) -> None:
         assert facts["stopped_at"] == 4  # the second of three epochs
     check_held_together([facts["clipped"] for facts in learners])
     check_divided([facts["seen"] for facts in learners])
+    assert sum(facts["after"] for facts in learners) >= 206
 
 
 def check_divided(seen: list[list[list[int]]]) -> None:
