@@ -326,16 +326,9 @@ class Config:
     def table(cls) -> tuple[OptionRow, ...]:
         """Return the documentation's table: one row per public option, in the order of the fields."""
         return tuple(
-            OptionRow(
-                f.name,
-                environment_name(f.name),
-                str(f.default),
-                option.unit,
-                option.range,
-                option.meaning,
-            )
-            for f, option in ((f, f.metadata["option"]) for f in dataclasses.fields(cls))
-            if not option.is_private
+            OptionRow(f.name, environment_name(f.name), str(f.default), o.unit, o.range, o.meaning)
+            for f, o in ((f, f.metadata["option"]) for f in dataclasses.fields(cls))
+            if not o.is_private
         )
 
 

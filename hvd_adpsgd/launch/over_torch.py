@@ -1,9 +1,9 @@
 """Starts the torch backend of a super learner, over any launcher: its learners know each other already."""
 
 import errno
-import functools
 import logging
 import os
+from functools import partial
 from typing import Any
 
 from hvd_adpsgd.collectives.of_communicator import allgather_object
@@ -44,15 +44,9 @@ def start_over_torch(world: World, process_sets: Any = None) -> None:
         )
     try:
         with closed_in_children():
-            its = over_torch.World(
-                world.inner_rank,
-                world.groups[world.super_rank],
-                address,
-                functools.partial(allgather_object, world.inner),
-                seconds,
-                functools.partial(interrupt_group, world),
-                functools.partial(super_learner_group, world),
-            )
+            ranks, gather = world.groups[world.super_rank], partial(allgather_object, world.inner)
+            calls = partial(interrupt_group, world), partial(super_learner_group, world)
+            its = over_torch.World(world.inner_rank, ranks, address, gather, seconds, *calls)
     except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             raise LaunchError(

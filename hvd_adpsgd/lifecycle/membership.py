@@ -226,16 +226,10 @@ class Membership:
     def failed_ranks(self, ended: Collection[int] = ()) -> tuple[int, ...]:
         """Return the ranks of the learners of failed super learners, in ascending order.
 
-        Args:
-            ended: ranks of learners whose process has exited: their super learners count as failed unless
-                they have left.
+        Super learners of learners in `ended`, whose process has exited, count unless they have left.
         """
-        states = zip(self._groups, self.states, self._left, strict=False)
-        return tuple(
-            sorted(
-                rank
-                for group, state, left in states
-                if state is PeerState.FAILED or (left != _LEFT and not set(ended).isdisjoint(group))
-                for rank in group
-            )
-        )
+        failed: set[int] = set()
+        for group, state, left in zip(self._groups, self.states, self._left, strict=False):
+            if state is PeerState.FAILED or (left != _LEFT and not set(ended).isdisjoint(group)):
+                failed.update(group)
+        return tuple(sorted(failed))

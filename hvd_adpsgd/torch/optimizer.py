@@ -35,7 +35,7 @@ from hvd_adpsgd.torch.optimizer_arguments import (
     require_shareable_moments,
     trained_tensors,
 )
-from hvd_adpsgd.torch.plain_optimizer import Alone, say_nothing_to_average
+from hvd_adpsgd.torch.plain_optimizer import Alone, PlainReducer, order_of, say_nothing_to_average
 from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.async_mean import serve_means
 from hvd_adpsgd.training.averaging import Averaging
@@ -51,7 +51,7 @@ from hvd_adpsgd.training.presence import (
     stop_dropped,
     stop_unreferenced,
 )
-from hvd_adpsgd.training.reducer import Reducer, remove
+from hvd_adpsgd.training.reducer import remove
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -160,7 +160,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     _retire_owners(tensor for _, tensor in spec.named if tensor.requires_grad)
     ranks = inner_process_set(process_set, world)
     combines_steps = op == horovod.Adasum and world.inner_size > 1
-    kind: Any = Reducer if world.is_plain else AveragingReducer
+    kind: Any = PlainReducer if world.is_plain else AveragingReducer
     kind = AdasumReducer if combines_steps else kind
     reducer = kind(optimizer.param_groups, named, **inner, process_set=ranks)
     wrapped = made_of(optimizer, _METHODS | (ADASUM_METHODS if combines_steps else {}))
@@ -173,6 +173,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if world.is_plain:
         say_nothing_to_average(world, spec.strategy)
         wrapped._alone = Alone(world, spec)
+        if ranks is horovod.global_process_set and not combines_steps:
+            reducer.order = order_of(world)
         if not (spec.averages_gradients or spec.is_sharded):
             wrapped.register_step_pre_hook(wrapped._alone.compare)
         bind(optimizer, wrapped, lambda its: its._alone.is_in_use)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +16,67 @@ from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.training.gradients import bits_of
 from hvd_adpsgd.training.inner_averaging import gradients_of, is_compared, refuse_different
 from hvd_adpsgd.training.parameters import AveragingSpec
+from hvd_adpsgd.training.peer_watch import watch_peers
+from hvd_adpsgd.training.reducer import Group, Reducer
 from hvd_adpsgd.training.sharded import require_not_replaced
+from hvd_adpsgd.training.step_order import StepOrder
+from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 
 log = logging.getLogger("hvd_adpsgd")
+
+
+_order: StepOrder | None = None  # of the steps of all optimizers, in the World of `order_of`
+
+
+def order_of(world: World) -> StepOrder | None:
+    """Return what ends a wait for a peer that makes fewer steps; None alone, and without shared memory."""
+    global _order
+    if world.inner_size == 1 or len({placement.host for placement in world.placements}) > 1:
+        return None
+    if _order is None or _order.super_learner.world is not world:
+        inner = SuperLearner(world, world.config, lambda: inner.mates.sets, lambda why: None)
+        _order = StepOrder(inner, lambda: 0, False, lambda why: None)
+        world.collectives.asked.append(inner.mates.asks)
+        world.collectives.steps.append(_order.averaged_sets)
+        watch_peers(inner)
+    return _order
+
+
+class PlainReducer(Reducer):
+    """Averages the gradients of an optimizer in a job of one super learner; `order`: see `order_of`."""
+
+    order: StepOrder | None = None
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[StepOrder | None]:
+        """Yield the order, if its World is the present one; raise what has ended the super learner, if so."""
+        world = worlds.is_initialized() and worlds.current()
+        order = self.order if self.order and self.order.super_learner.world is world else None
+        require_whole = order.super_learner.require_whole if order else bool
+        require_whole()  # Horovod may be over, and wait for ever
+        try:
+            yield order
+        except (horovod.HorovodInternalError, ValueError):  # ValueError: Horovod was shut down
+            require_whole()
+            raise
+
+    def _submit(self, group: Group) -> None:
+        with self._inside():
+            super()._submit(group)
+
+    def before_zero_grad(self) -> None:
+        with self._inside():
+            super().before_zero_grad()
+
+    def finish(self) -> None:
+        with self._inside() as order:
+            if order is not None:
+                order.super_learner.mates.submitted()
+                order.await_mates(self.is_reduced)
+            super().finish()
+            if order is not None:
+                order.super_learner.mates.averaged()
 
 
 class Alone:

@@ -48,7 +48,6 @@ from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.training.peer_board import PeerBoard
-from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
 
 log = logging.getLogger("hvd_adpsgd")
@@ -90,6 +89,7 @@ class _PeerWatch:
         self._world = world
         self._board = PeerBoard(world)
         self._names = begun_inside(world).keys()  # learners make later groups at different times
+        self._all: weakref.WeakSet[SuperLearner] = weakref.WeakSet()  # of all optimizers
         self._progress_before: tuple[int, int] | None = None
         self._elsewhere_before: dict[int, str] = {}
         self._still: dict[
@@ -105,6 +105,7 @@ class _PeerWatch:
         """Note that the calling thread makes steps with an optimizer of this super learner."""
         super_learner.find_cause = self.hear
         self._super_learner = weakref.ref(super_learner)
+        self._all.add(super_learner)
         self._thread = threading.get_ident()
         if not self._checks.is_alive() and not self._over.is_set():
             self._checks.start()
@@ -168,7 +169,7 @@ class _PeerWatch:
         self._require_peers()
         self._kill_stopped()
         where, mates = self._position()
-        awaiting = [a.super_learner.mates for a in live() if a.order.waits]
+        awaiting = [each.mates for each in list(self._all) if each.waits]
         mates = awaiting[0] if awaiting else mates
         begun = self._begun()
         progress, before = (begun, 0 if mates is None else mates.sets), self._progress_before
@@ -284,8 +285,8 @@ class _PeerWatch:
 
     def _break(self, error: AdpsgdError) -> AdpsgdError:
         """Let what the script calls of this library raise `error`; return it."""
-        for averaging in live():
-            averaging.super_learner.broken = averaging.super_learner.broken or error
+        for each in list(self._all):
+            each.broken = each.broken or error
         self._world.membership.fail([self._world.rank])
         self._world.collectives.leave(error)
         return error

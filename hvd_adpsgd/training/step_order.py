@@ -29,9 +29,9 @@ class StepOrder:
         retire: called with the reason when this learner makes no more steps.
 
     Attributes:
+        super_learner: see the arguments.
         begun: number of the step whose round was begun last.
         thread: the thread that makes this optimizer's steps.
-        waits: whether this learner waits for gradients of the other learners of the super learner.
     """
 
     def __init__(
@@ -42,9 +42,8 @@ class StepOrder:
         retire: Callable[[str], None],
     ):
         self.begun = 0
-        self.waits = False
         self._number = number
-        self._super_learner, self._in_step, self._retire = super_learner, in_step, retire
+        self.super_learner, self._in_step, self._retire = super_learner, in_step, retire
         self.thread = threading.get_ident()
 
     def averaged_sets(self) -> Made:
@@ -52,11 +51,11 @@ class StepOrder:
 
         An entry of `Collectives.steps`.
         """
-        return Made((self._number(), "sets"), self.thread, self._super_learner.mates.sets)
+        return Made((self._number(), "sets"), self.thread, self.super_learner.mates.sets)
 
     def made(self) -> Made:
         """Return the number of steps; an entry of `Collectives.steps`."""
-        return Made((self._number(), "steps"), self.thread, self._super_learner.step())
+        return Made((self._number(), "steps"), self.thread, self.super_learner.step())
 
     def await_mates(self, are_averaged: Callable[[], bool]) -> None:
         """Wait until every learner of the super learner has submitted its gradients.
@@ -68,32 +67,32 @@ class StepOrder:
             CollectiveMismatchError: if a learner of the super learner never submits its gradients.
             LearnerFailedError: if it has entered shutdown().
         """
-        mates, look = self._super_learner.mates, time.monotonic() + _LATE_S
+        mates, look = self.super_learner.mates, time.monotonic() + _LATE_S
         try:
             for _ in polls():
                 if not (late := mates.late()) or are_averaged():
                     break
-                self.waits = True
+                self.super_learner.waits = True
                 if time.monotonic() > look:
                     self._require_mates(late)
                     look = time.monotonic() + _AGAIN_S
         except ValueError:  # Horovod was shut down
-            self._super_learner.require_whole()
+            self.super_learner.require_whole()
             raise
         finally:
-            self.waits = False
+            self.super_learner.waits = False
 
     def _require_mates(self, late: list[int]) -> None:
         """Raise CollectiveMismatchError if a learner in `late` (inner ranks) never submits its gradients."""
         mates, world, step = (
-            self._super_learner.mates,
-            self._super_learner.world,
-            self._super_learner.step(),
+            self.super_learner.mates,
+            self.super_learner.world,
+            self.super_learner.step(),
         )
-        self._super_learner.require_whole()
+        self.super_learner.require_whole()
         ranks = world.groups[world.super_rank]
         if ended := mates.have_ended(late):
-            raise self._super_learner.ended_early(ended)
+            raise self.super_learner.ended_early(ended)
         for mate in mates.have_closed(late):
             raise horovods(CollectiveMismatchError)(
                 f"step {step}, learner {world.rank}: learner {ranks[mate]}, of the same super "
@@ -118,7 +117,7 @@ class StepOrder:
         Args:
             peers: super_ranks of the super learners that the round waits for; None for all.
         """
-        world = self._super_learner.world
+        world = self.super_learner.world
         numbers = range(len(world.groups)) if peers is None else peers
         leaders = [world.groups[peer][0] for peer in numbers]
         try:
@@ -130,6 +129,6 @@ class StepOrder:
 
     def _leave(self, error: CollectiveMismatchError) -> None:
         """Let this learner make no more steps, and take part in no more operations over all learners."""
-        self._super_learner.mates.closes()
+        self.super_learner.mates.closes()
         self._retire("a step and an operation waited for each other")
-        self._super_learner.world.collectives.leave(error)
+        self.super_learner.world.collectives.leave(error)

@@ -40,6 +40,7 @@ class SuperLearner:
         world, step: see the arguments.
         mates: how far the other learners are in gradients and operations.
         replacements: compares, between the learners, the gradients that the script set in place of averages.
+        waits: whether this learner waits for gradients of the others.
         broken: the error that further steps raise, if another thread has found that none can be made.
         find_cause: sets `broken` if another learner has detected an error that ends this super learner.
     """
@@ -50,6 +51,7 @@ class SuperLearner:
         self.world, self.step = world, step
         self._look, self._failed = time.monotonic() + _LOOK_S, False
         self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
+        self.waits = False
         self.broken: AdpsgdError | None = None
         self.find_cause: Callable[[], object] = lambda: None
         with meeting_of(world, "averaging", "wrapping"):

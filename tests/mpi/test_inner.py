@@ -305,12 +305,14 @@ def test_torch_does_not_wait_for_a_local_peer_that_cannot_come(inner: str, kinds
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("np", [2, 4])
 @pytest.mark.parametrize(
     ("inner", "launcher"), [("torch", "mpirun"), ("horovod", "mpirun"), ("horovod", "gloo")]
 )
 def test_a_local_peer_in_an_operation_in_place_of_a_step_of_this_library(
-    inner: str, launcher: str
+    inner: str, launcher: str, np: int
 ) -> None:
+    """With one super learner, of two, as with two."""
     program = """
         import torch
         import hvd_adpsgd.torch as hvd
@@ -334,7 +336,7 @@ def test_a_local_peer_in_an_operation_in_place_of_a_step_of_this_library(
         say(rank=hvd.rank(), errors=errors)
     """
     env = {"HVD_ADPSGD_INNER": inner, SIZE: "2"}
-    for facts in run_learners(4, program, env=env, launcher=launcher).by_rank():
+    for facts in run_learners(np, program, env=env, launcher=launcher).by_rank():
         first = facts["rank"] // 2 * 2
         words = (
             f"learner {first + 1} is in alltoall at ",

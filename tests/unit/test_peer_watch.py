@@ -47,7 +47,6 @@ class Job:
         for name, value in {
             "begun_inside": lambda world: dict(self.begun),
             "exited": lambda comm, ranks: self.failed,
-            "live": lambda: self.averagings,
             "interrupt_group": lambda world: self.interrupted.append(world),
         }.items():
             monkeypatch.setattr(peer_watch, name, value)
@@ -57,9 +56,8 @@ class Job:
         self.mates = SimpleNamespace(
             submitted_by=lambda peer: 9, sets=10, ahead=lambda: [1], late=lambda: [1]
         )
-        self.its = SimpleNamespace(step=lambda: 10, mates=self.mates, broken=None)
-        self.order = SimpleNamespace(waits=False)
-        self.averagings = [SimpleNamespace(order=self.order, super_learner=self.its)]
+        self.its = SimpleNamespace(step=lambda: 10, mates=self.mates, broken=None, waits=False)
+        self.watch._all = [self.its]  # type: ignore[assignment]
         self.interrupted: list[Any] = []
         self.watch._super_learner = lambda: self.its  # type: ignore[assignment,return-value]
         self.watch._thread = threading.get_ident()
@@ -178,7 +176,7 @@ def waits_in_torch(job: Job) -> None:
 
 
 def waits_for_gradients(job: Job) -> None:
-    job.begun, job.order.waits = {}, True
+    job.begun, job.its.waits = {}, True
     job.watch._names = job.begun.keys()
 
 
@@ -222,7 +220,7 @@ def test_what_one_learner_has_found_all_raise(job: Job) -> None:
     job.watch._end(CollectiveMismatchError("learner 5 is elsewhere"))
     assert job.interrupted == [job.world] and str(job.left.pop()) == "learner 5 is elsewhere"
     other = _PeerWatch(job.world)
-    other._super_learner = job.watch._super_learner
+    other._super_learner, other._all = job.watch._super_learner, job.watch._all
     job.its.broken = None
     for act in (other.hear, other._before_operation, lambda: other._check(job.world)):
         with pytest.raises(CollectiveMismatchError, match="learner 5 is elsewhere"):
