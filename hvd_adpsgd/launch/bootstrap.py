@@ -21,14 +21,7 @@ from hvd_adpsgd.collectives.of_communicator import allgather_object
 from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.engine.handshake import RELEASE
-from hvd_adpsgd.errors import (
-    ConfigError,
-    InnerOnlyError,
-    LaunchError,
-    NotInitializedError,
-    TransportError,
-    WorldError,
-)
+from hvd_adpsgd.errors import ConfigError, InnerOnlyError, LaunchError, TransportError, WorldError
 from hvd_adpsgd.inner import VARIABLE, backend, horovod
 from hvd_adpsgd.launch import communicators, rendezvous
 from hvd_adpsgd.launch import world as worlds
@@ -445,8 +438,8 @@ def _finish_operations(world: World, seconds: float) -> bool:
             "have called it. It is left behind.",
             seconds,
         )
-        # its thread must not go on in torch while Python ends
-        world.collectives.leave(NotInitializedError("hvd.shutdown() has left it behind."))
+        # else its thread may go on in torch while Python ends
+        world.collectives.leave(WorldError("hvd.shutdown() came before. Call it on all learners."))
     return finished
 
 

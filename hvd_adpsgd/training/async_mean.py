@@ -161,8 +161,7 @@ def contribution(averaging: Averaging, places: Sequence[int]) -> list[Any]:
     """Return copies of averaged tensors plus the pending corrections of exchanges, as arrays."""
     averaging.tensors.settle()
     tensors = [averaging.tensors.parameters.given[i] for i in places]
-    wide = [torch.float64 if t.dtype == torch.float64 else torch.float32 for t in tensors]
-    copies = [torch.empty(t.shape, dtype=d).copy_(t) for t, d in zip(tensors, wide, strict=True)]
+    copies = [t.to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
     averaging.tensors.add_pending({id(t): c for t, c in zip(tensors, copies, strict=True)})
     return [each.numpy() for each in copies]
 

@@ -142,8 +142,8 @@ def test_who_leaves_because_of_a_failure_has_failed(collectives, network):
     network.arrives(2, LEAVES, np.array([1, 1, 2], dtype=np.int32).tobytes())
     collectives.poll_departures()
     assert collectives.messages.failed == {1, 2}
-    assert collectives._membership.states == [PeerState.ALIVE] * 3
-    assert collectives._membership.failed_ranks(ended={1, 2}) == (1, 2)
+    assert collectives._membership.states == [PeerState.ALIVE] + 2 * [PeerState.FAILED]
+    assert collectives._membership.failed_ranks() == (1, 2)
 
 
 def test_a_super_learner_says_of_all_its_learners_that_they_leave(
