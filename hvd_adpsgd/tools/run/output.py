@@ -11,7 +11,7 @@ from typing import Any
 def say(line: str) -> None:
     """Write a line of the launcher to stderr."""
     with contextlib.suppress(OSError):
-        print(f"hvd_adpsgd run: {line}", file=sys.stderr, flush=True)
+        print(f"hvd_adpsgd run: {line}\n", end="", file=sys.stderr, flush=True)  # one write
 
 
 async def read_lines(file: Any) -> AsyncIterator[bytes]:
