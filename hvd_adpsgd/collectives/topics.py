@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ class Topics:
 
     def __init__(self, serve: Callable[[], object]) -> None:
         self.by_name: dict[str, Any] = {}
-        self._serve, self._served = serve, 0.0
+        self._serve = serve
         self._woken, self._starting = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -35,10 +34,9 @@ class Topics:
                 self._thread = threading.Thread(target=self._run, daemon=True, name="topics")
                 self._thread.start()
 
-    def serve_seldom(self) -> None:
-        """Exchange messages on the calling thread now and then, until `wake`."""
-        if self._thread is None and (now := time.monotonic()) > self._served + _IDLE_S:
-            self._served = now
+    def serve(self) -> None:
+        """Exchange messages on the calling thread, until `wake`."""
+        if self._thread is None:
             self._serve()
 
     def remove(self, name: str) -> Any:

@@ -2,7 +2,7 @@
 
     the asking leader                 each other leader, two at a time: no more copies are under way
     ask (number, places)  ->
-                          <-          at the end of its next step, model + pending corrections: step, arrays
+                          <-          at the end of a step, soon: model + pending corrections: step, arrays
 
 A copy counts once all of it has arrived. So a leader that fails before is left out, nothing is repeated, and
 the mean is exact over those named. New connections may lose messages: what has not arrived is asked again.
@@ -178,7 +178,7 @@ def serve_means(averaging: Averaging) -> None:
     means, copied = topics.by_name[_TOPIC], functools.partial(contribution, averaging)
 
     def at_boundary() -> None:
-        topics.serve_seldom()
+        topics.serve()
         if not (averaging.holds_mean or averaging.stopped):
             means.contribute(averaging.number, averaging.step, copied)
 

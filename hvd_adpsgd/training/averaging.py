@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
 
 log = logging.getLogger("hvd_adpsgd")
+_BOUNDARY_S = 0.2
 
 
 class Averaging:
@@ -56,7 +58,7 @@ class Averaging:
         order: checks the order of steps and operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: functions that `stop` calls.
-        at_boundary: called at the end of each step, when the model is offered.
+        at_boundary: called at the end of a step, when the model is offered, a few times a second.
         optimizer: the wrapped optimizer, None once it is freed.
         super_learner: the learners that step together with the optimizer.
         pauses: depth of nested pauses of averaging.
@@ -87,6 +89,7 @@ class Averaging:
         self.stopped = ""
         self.at_stop: list[Callable[[], object]] = []
         self.at_boundary: Callable[[], object] = lambda: None
+        self._boundary_s = 0.0  # when it is called next
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.pauses = self.holds_mean = 0
         self.waits_for_peers = False
@@ -260,7 +263,9 @@ class Averaging:
         self.record.end_step(self.engine)
         if self.share is not None:
             self.share.after_step(self.engine, self.record.counters)
-        self.at_boundary()
+        if (now := time.monotonic()) > self._boundary_s:
+            self._boundary_s = now + _BOUNDARY_S
+            self.at_boundary()
         if not finite:
             _report_nonfinite(self)
 

@@ -92,9 +92,8 @@ class _PeerWatch:
         self._all: weakref.WeakSet[SuperLearner] = weakref.WeakSet()  # of all optimizers
         self._progress_before: tuple[int, int] | None = None
         self._elsewhere_before: dict[int, str] = {}
-        self._still: dict[
-            int, tuple[int, int]
-        ] = {}  # by peer: its looks, own looks since the last of them
+        # by peer: its looks, own looks since the last of them
+        self._still: dict[int, tuple[int, int]] = {}
         self._over = threading.Event()
         world.collectives.steps.append(self._operations_begun)
         world.collectives.before.append(self._before_operation)
@@ -247,10 +246,8 @@ class _PeerWatch:
             last, still = self._still.get(peer, (look, -1))
             still = still + 1 if look == last >= 0 else 0
             self._still[peer] = look, still
-            is_known = (
-                self._board.column("pids")[peer] == self._board.mine["pids"]
-            )  # else it is in a container
-            if still == longest and is_known and world.config.wire == "tcp":
+            is_here = self._board.column("pids")[peer] == self._board.mine["pids"]
+            if still == longest and is_here and world.config.wire == "tcp":
                 log.error(
                     "learner %d has stood still for %d s (it was stopped, or hangs), and is killed: its "
                     "super learner has failed. Raise HVD_ADPSGD_FAILURE_TIMEOUT_S if learners stand still "
