@@ -113,7 +113,10 @@ def test_memory_is_a_mirror_and_slots_on_leaders_and_none_elsewhere(
     leaders = sum(facts["leads"] for facts in said)
     host = sum(facts["pss"] for facts in said)
     most = leaders * ((1 + slots) * mib + 64) + (n - leaders) * 16
-    assert leaders * (1 + slots) * mib < host <= most, said
+    least = (
+        0.98 * leaders * (1 + slots) * mib
+    )  # pages of programs count less while other jobs share them
+    assert least < host <= most, said
 
 
 @pytest.mark.parametrize("wire", [0, 1], ids=["mpi", "tcp"])
