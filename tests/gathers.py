@@ -12,10 +12,8 @@ class Gathers:
     """The n-th call of each leader returns the values of all."""
 
     def __init__(self, leaders: int):
-        self._barrier, self._values = (
-            threading.Barrier(leaders, timeout=LONGEST_S),
-            [None] * leaders,
-        )
+        self._barrier = threading.Barrier(leaders, timeout=LONGEST_S)
+        self._values: list[Any] = [None] * leaders
 
     def of(self, leader: int) -> Callable[[Any], list[Any]]:
         def gather(value: Any) -> list[Any]:

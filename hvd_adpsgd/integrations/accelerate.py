@@ -87,12 +87,13 @@ class AdpsgdAccelerator(accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        sampler = data_loader.sampler
-        if isinstance(sampler, hvd.DynamicSampler):  # has divided the data
+        kinds, batches = (hvd.DynamicSampler, hvd.DynamicBatchSampler), data_loader.batch_sampler
+        sampler = batches if isinstance(batches, kinds) else data_loader.sampler
+        if isinstance(sampler, kinds):  # has divided the data
             shard, plain = prepared.batch_sampler, sampler.set_epoch
             shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
             # Accelerate does not count an epoch without a batch here, or left early
-            data_loader.sampler.set_epoch = lambda epoch: plain(max(epoch, sampler.epoch))
+            setattr(sampler, "set_epoch", lambda epoch: plain(max(epoch, sampler.epoch)))  # noqa: B010
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -127,11 +128,8 @@ class AdpsgdAccelerator(accelerate.Accelerator):
             return super().gather_for_metrics(input_data)
         gathered = [one for part in hvd.allgather_object(input_data) for one in part]
         state = self.gradient_state
-        return (
-            gathered[: state.remainder]
-            if state.end_of_dataloader and state.remainder > 0
-            else gathered
-        )
+        is_padded = state.end_of_dataloader and state.remainder > 0
+        return gathered[: state.remainder] if is_padded else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         op = _REDUCTIONS[reduction]

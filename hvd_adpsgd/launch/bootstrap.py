@@ -438,8 +438,8 @@ def _finish_operations(world: World, seconds: float) -> bool:
             "have called it. It is left behind.",
             seconds,
         )
-        # else its thread may go on in torch while Python ends
-        world.collectives.leave(WorldError("hvd.shutdown() came before. Call it on all learners."))
+        # its thread must not be inside torch when the interpreter exits
+        world.collectives.leave(WorldError("hvd.shutdown() came first. Call both on all learners."))
     return finished
 
 

@@ -175,10 +175,11 @@ class Membership:
                 self._departed.add(i)
 
     def note_failing(self, ranks: Collection[int]) -> None:
-        """Mark super learners as failed whose learners say so; an engine that was closed before did not."""
-        unreported = (PeerState.LEFT,) if self.sources else (PeerState.LEFT, PeerState.ALIVE)
-        places = {i for i, group in enumerate(self._groups) if not set(ranks).isdisjoint(group)}
-        self.update([(i, PeerState.FAILED) for i in places if self.states[i] in unreported])
+        """Mark as failed the super learners of `ranks`, which say that they fail, unless an engine will."""
+        for i, group in enumerate(self._groups):
+            is_due = self.states[i] is PeerState.LEFT or not self.sources
+            if is_due and not set(ranks).isdisjoint(group):
+                self.update([(i, PeerState.FAILED)])
 
     def note_local_exits(self, ranks: Collection[int]) -> None:
         """Mark this super learner as failed if a learner of it has exited; engines report other failures.

@@ -76,7 +76,7 @@ class Mean(Future[Any]):
             self.add(self._missing.pop(rank), step, arrays)
 
     def progress(self, living: Collection[int], now: float) -> list[int]:
-        """Return whom to ask; end the mean once no contribution is missing."""
+        """Return the ranks to ask; set the result once no contribution is missing."""
         for rank in list(self._missing):
             if rank not in living or now > self.asked.get(rank, now):
                 why = "late" if rank in living else "ended"
@@ -194,10 +194,10 @@ def _close(topics: Topics) -> None:
 def average_model_async(
     model: torch.nn.Module, *, buffers: bool = True, timeout: float | None = None
 ) -> Future[Any]:
-    """Begin to take the mean of the super learners' models, while all go on; return a handle of it.
+    """Start averaging the super learners' models while all of them train on; return a handle.
 
         handle = hvd.average_model_async(model)  # on one leader, or several
-        ...                                      # further steps, until hvd.poll(handle) is true
+        ...                                      # train, until hvd.poll(handle) is true
         state = hvd.synchronize(handle)          # a state dict in host memory
         handle.steps, handle.left_out            # by super_rank: steps of the models in it; why one is not
 

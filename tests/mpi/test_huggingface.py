@@ -54,10 +54,10 @@ def test_trainer_and_accelerate(tmp_path: Path) -> None:
 
 
 def check_divided(seen: list[list[list[int]]]) -> None:
-    """Two epochs of 206 rows: super learner 1 comes late, and gets less; a step may be filled up."""
-    for epoch in range(2):
+    """Epochs of 206 rows: super learner 1 comes late to two, and gets less; a step may be filled up."""
+    for epoch in range(3):  # the last with hvd.DynamicBatchSampler
         rows = [one[epoch] for one in seen]
-        assert len(rows[0]) == len(rows[1]) > 206 / 4 > len(rows[2]) == len(rows[3])
+        assert epoch == 2 or len(rows[0]) == len(rows[1]) > 51 >= len(rows[2]) == len(rows[3])
         counted = Counter(row for own in rows for row in own)
         assert set(counted) == set(range(206)) and counted.total() <= 208
 

@@ -150,9 +150,9 @@ def test_who_says_that_it_fails_has_failed_also_if_its_engine_left_in_order(line
     """An engine that runs reports it itself, with the step."""
     membership = made(k=2)
     membership.sources += [lambda: ()] * runs
-    membership.update([(1, LEFT)])
+    membership.update([(1, LEFT), (2, SUSPECT)])
     membership.note_failing([3, 4])
-    assert membership.states == [ALIVE, FAILED, ALIVE if runs else FAILED, ALIVE]
+    assert membership.states == [ALIVE, FAILED, SUSPECT if runs else FAILED, ALIVE]
     membership.rejoin()
     assert membership.failed_ranks() == ((2, 3) if runs else (2, 3, 4, 5))
 

@@ -410,9 +410,8 @@ def slow_loop():
     model = torch.nn.Linear(1, 1)
     sampler = hvd.DynamicSampler(rows, batch_size=2)
     loader = torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler)
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), 1e-9), loader
-    )
+    plain = torch.optim.SGD(model.parameters(), 1e-9)
+    model, optimizer, loader = accelerator.prepare(model, plain, loader)
     seen = []
     for epoch in range(2):
         half, made = Path(f"half{epoch}"), []
@@ -430,6 +429,9 @@ def slow_loop():
         seen.append(made)
     for _ in loader:
         break  # an epoch that is left early is over
+    batches = hvd.DynamicBatchSampler(rows, batch_size=2)
+    whole = accelerator.prepare(torch.utils.data.DataLoader(rows, batch_sampler=batches))
+    seen.append([i for batch in whole for i in batch.tolist()])
     tell(seen=seen, after=sum(map(len, loader)))
 
 
