@@ -19,15 +19,16 @@ RUN = (sys.executable, "-m", "hvd_adpsgd", "run")
 IMPATIENT = {"HVD_ADPSGD_FAILURE_TIMEOUT_S": "4", "HVD_ADPSGD_LEAVE_DEADLINE_S": "3"}
 
 
-def processes(is_launcher: bool) -> list[int]:
-    """The pids of the learners on all hosts, or of the launcher, as seen from outside."""
+def processes(folder: Path, is_launcher: bool) -> list[int]:
+    """The pids of the learners on all hosts of the job in `folder`, or of its launcher."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
-        is_ours = str(PROGRAM).encode() in words and b"nsenter" not in words[0]
+        is_ours = {str(PROGRAM).encode(), str(folder).encode()} <= set(words)
+        is_ours = is_ours and b"nsenter" not in words[0]
         if is_ours and (b"run" in words) == is_launcher:
             found.append(int(name))
     return found
@@ -48,8 +49,8 @@ def test_a_host_that_loses_its_power_is_left_behind(tmp_path: Path) -> None:
 
 def test_no_learner_outlives_the_launcher_on_any_host(tmp_path: Path) -> None:
     with training(tmp_path, launcher=RUN) as run:
-        assert len(processes(is_launcher=False)) == 3
-        for pid in processes(is_launcher=True):
+        assert len(processes(tmp_path, is_launcher=False)) == 3
+        for pid in processes(tmp_path, is_launcher=True):
             os.kill(pid, signal.SIGKILL)
-        run.wait_for(lambda: not processes(is_launcher=False))
+        run.wait_for(lambda: not processes(tmp_path, is_launcher=False))
     assert run.status not in (0, None), run.said
