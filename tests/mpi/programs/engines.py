@@ -1,10 +1,8 @@
 """Engines without trainers, one per process, whose tensors the program changes by hand."""
 
-import itertools
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,12 +76,6 @@ def until(fact: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
     while not fact():
         assert time.monotonic() < ends, "not in time"
         time.sleep(1e-3)
-
-
-def runs() -> Iterator[tuple[int, list[str]]]:
-    """Number and arguments of each run of a program: --then is between them."""
-    parts = itertools.groupby(sys.argv[1:], lambda word: word == "--then")
-    return enumerate(list(words) for is_between, words in parts if not is_between)
 
 
 def say(comm: MPI.Comm, **facts: Any) -> None:
