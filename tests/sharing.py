@@ -41,11 +41,6 @@ class Training:
         time.sleep(self.idle_s)
         self.optimizer.step()
 
-    def met(self) -> list[int]:
-        """Return how often this super learner has exchanged with each; 0 for itself."""
-        loop = self.optimizer._averaging.engine.loop
-        return [loop.met(i) if i != hvd.super_rank() else 0 for i in range(hvd.super_size())]
-
     def drift(self) -> float:
         """Return how far the mean has moved; inside hvd.averaging_paused()."""
         return (self.mean() - self.began).abs().max().item()

@@ -46,18 +46,16 @@ def run(
     k: int,
     act: Callable[[dict[int, int]], float],
     *args: str,
-    env: dict[str, str] | None = None,
-    **how: Any,
 ) -> tuple[Result, float]:
     """The program on n learners, k per super learner; `act` is called with their pids once all train.
 
     Returns:
         What came of it, and what `act` returned.
     """
-    every = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k), "HVD_ADPSGD_LOG_LEVEL": "info", **(env or {})}
+    every = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k), "HVD_ADPSGD_LOG_LEVEL": "info"}
     arguments = ["--folder", str(folder), "--seed", str(SEED), *args]
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(run_learners, n, PROGRAM, args=arguments, env=every, **how)
+        job = pool.submit(run_learners, n, PROGRAM, args=arguments, env=every)
         wait_for(lambda: job.done() or len(facts(folder, "pid")) == n, "all learners train", 200)
         at = act({rank: told["pid"] for rank, told in facts(folder, "pid").items()})
         (folder / "preempted").touch()
@@ -117,15 +115,6 @@ def test_the_first_learner_leaves_and_the_mean_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
-def test_in_shutdown_it_changes_nothing(tmp_path: Path, launcher: str) -> None:
-    """All learners send it to themselves there; none of them has left, so all come to MPI_Finalize."""
-    result, _ = run(tmp_path, 3, 1, lambda pids: 0.0, launcher=launcher)
-    require_trained_on(tmp_path, result, [0, 1, 2])
-    assert NOTICE not in result.stderr, result.report()
-
-
-@pytest.mark.extended
 def test_the_last_one_says_that_no_other_trains(tmp_path: Path) -> None:
     def one_by_one(pids: dict[int, int]) -> float:
         preempt(pids, [1])
@@ -175,28 +164,3 @@ def test_a_further_signal_changes_nothing(tmp_path: Path) -> None:
     require_left(tmp_path, result, [2, 3], at)
     require_trained_on(tmp_path, result, [0, 1])
     assert result.stderr.count(NOTICE) == 1, result.report()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("when", [(), ("--late",)], ids=["before_init", "after_init"])
-def test_a_handler_of_the_script_is_kept(tmp_path: Path, when: tuple[str, ...]) -> None:
-    result, _ = run(tmp_path, 2, 1, lambda pids: preempt(pids, [1]), "--handles", *when)
-    result.checked()
-    assert {rank: told["heard"] for rank, told in facts(tmp_path, "json").items()} == {0: 0, 1: 1}
-    assert NOTICE not in result.stderr
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("averaging", ["periodic_averaging:period=5", "synchronous_gossip"])
-def test_strategies_in_step_continue_without_it(tmp_path: Path, averaging: str) -> None:
-    env = {"HVD_ADPSGD_AVERAGING": averaging}
-    result, at = run(tmp_path, 3, 1, lambda pids: preempt(pids, [1]), env=env)
-    require_left(tmp_path, result, [1], at)
-    require_trained_on(tmp_path, result, [0, 2])
-
-
-@pytest.mark.extended
-def test_under_horovodrun(tmp_path: Path) -> None:
-    result, at = run(tmp_path, 4, 2, lambda pids: preempt(pids, [2]), launcher="horovodrun")
-    require_left(tmp_path, result, [2, 3], at)
-    require_trained_on(tmp_path, result, [0, 1])

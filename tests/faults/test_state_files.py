@@ -120,6 +120,8 @@ def parked(job: Job) -> list[dict[str, Any]]:
         ends = time.monotonic() + 5
         while time.monotonic() < ends:
             if found := [p for rank in (0, 1) if (p := peers(job.ask(rank))[2])["parked"]]:
+                met = peers(job.ask(0))[1]["exchanges"]
+                wait_for(lambda: peers(job.ask(0))[1]["exchanges"] > met, "the others exchange on")
                 return found
         return []
     finally:

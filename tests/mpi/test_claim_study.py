@@ -32,14 +32,6 @@ def study(folder: Path, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.extended
-def test_learners_train_on_when_one_is_killed(tmp_path: Path) -> None:
-    (run,) = study(tmp_path, "--only", "killed", "--schemes", "hadpsgd")
-    assert run["ended_s"] is None
-    assert run["curve"][-1][0] >= 2.2
-    assert run["curve"][-1][1] > 0
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("scheme", list(schemes.SCHEMES))
 def test_each_scheme_beside_a_slow_and_a_killed_learner(tmp_path: Path, scheme: str) -> None:
     if reason := schemes.missing(scheme):

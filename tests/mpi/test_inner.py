@@ -27,14 +27,6 @@ def test_same_inside(name: str) -> None:
     require_trained(trained()[name], 4)
 
 
-@pytest.mark.extended
-def test_same_inside_in_every_case() -> None:
-    cases = launch(4, "same_inside.py", **INNER, **{SIZE: "2"}).by_case()
-    assert len(cases) > 30
-    for said in cases.values():
-        require_trained(said, 4)
-
-
 def with_sgd(np: int) -> tuple[list[Facts], list[Facts]]:
     """What learners said under plain Horovod, and under this library with torch inside."""
     ([plain], _), ([ours], _) = (
@@ -302,45 +294,3 @@ def test_torch_does_not_wait_for_a_local_peer_that_cannot_come(inner: str, kinds
         for word in words:
             assert word in learners[place]["next"], learners[place]
         assert place == 5 or f"hvd_adpsgd: {kind}" in result.stderr, result.report()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("np", [2, 4])
-@pytest.mark.parametrize(
-    ("inner", "launcher"), [("torch", "mpirun"), ("horovod", "mpirun"), ("horovod", "gloo")]
-)
-def test_a_local_peer_in_an_operation_in_place_of_a_step_of_this_library(
-    inner: str, launcher: str, np: int
-) -> None:
-    """With one super learner, of two, as with two."""
-    program = """
-        import torch
-        import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.errors import CollectiveMismatchError
-        hvd.init()
-        model = torch.nn.Linear(3, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        def step():
-            optimizer.zero_grad()
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        def elsewhere():
-            hvd.alltoall(torch.ones(2), process_set=hvd.super_learner)
-        step()
-        errors = []
-        for act in [elsewhere if hvd.rank() % 2 else step, step, elsewhere, hvd.barrier]:
-            try:
-                act()
-            except CollectiveMismatchError as error:
-                errors.append(str(error))
-        say(rank=hvd.rank(), errors=errors)
-    """
-    env = {"HVD_ADPSGD_INNER": inner, SIZE: "2"}
-    for facts in run_learners(np, program, env=env, launcher=launcher).by_rank():
-        first = facts["rank"] // 2 * 2
-        words = (
-            f"learner {first + 1} is in alltoall at ",
-            f"learner {first} waits for its gradients, at ",
-        )
-        assert len(facts["errors"]) == 4, facts
-        assert all(word in text for text in facts["errors"] for word in words), facts

@@ -55,17 +55,6 @@ def expected_places(n: int, k: int) -> list[dict[str, object]]:
     return places
 
 
-def test_places() -> None:
-    result = run_learners(4, PLACES, env={SIZE: "2"}).checked()
-    assert result.by_rank() == expected_places(4, 2)
-
-
-def test_places_under_horovodrun() -> None:
-    env = {SIZE: "1"}
-    result = run_learners(2, PLACES, env=env, launcher="horovodrun").checked()
-    assert result.by_rank() == expected_places(2, 1)
-
-
 def test_without_launcher_one_learner_though_it_has_no_home() -> None:
     program = 'os.environ.pop("HOME", None)\n' + textwrap.dedent(PLACES)
     result = run_learners(1, program, launcher=None).checked()

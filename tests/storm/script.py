@@ -39,8 +39,8 @@ LEFT_OUT = {
     "extend": "tests/mpi/test_optimizer.py adds parameter groups",
     "bits": "tests/mpi/test_share.py lets a job choose them",
     "share": "tests/mpi/test_share.py lets a job choose it",
-    "link": "tests/cluster/test_auto_share_on_links.py has links that change",
-    "break": "tests/cluster/test_resets.py resets every connection of a job",
+    "link": "tests/lab/test_auto_share_simulated.py has links that change",
+    "break": "tests/launchers/test_launchers.py ends every connection of a job",
 }
 PLACES = (  # of equal chance
     *("moment", "moment", "exchange", "exchange", "rest", "rest"),

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 # -1: imported by the test
-RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("SLURM_PROCID", -1)))
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", -1))
 BEGUN, LAST = 5, 50  # steps: the first, and the last ones
 GRADIENT_S = 0.01
 CHUNKS, DRIFT = 8, 0.01
@@ -37,8 +37,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--sleeps", type=int, help="this learner sleeps after some steps")
-    parser.add_argument("--handles", action="store_true", help="a handler of the script's own")
-    parser.add_argument("--late", action="store_true", help="... that is set after hvd.init()")
     return parser.parse_args()
 
 
@@ -68,12 +66,7 @@ def main() -> None:
     import hvd_adpsgd.torch as hvd
     from hvd_adpsgd.launch import world as worlds
 
-    heard: list[int] = []
-    if args.handles and not args.late:
-        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     hvd.init()
-    if args.handles and args.late:
-        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     model, drift = drawn(args.seed, hvd.super_rank())
     if hvd.size() == hvd.super_size():
         departure = worlds.current().departure
@@ -85,11 +78,9 @@ def main() -> None:
     total = hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item()
     with hvd.averaging_paused():
         np.save(args.folder / f"{RANK}.npy", model.detach().cpu().numpy())
-    failed = hvd.failed_ranks()
-    leave(args.folder, "json", steps=args.steps, total=total, failed=failed, heard=len(heard))
-    if not args.handles:
-        stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
-        worlds.current().teardown.at_shutdown(stop)  # too late: it changes nothing
+    leave(args.folder, "json", steps=args.steps, total=total, failed=hvd.failed_ranks())
+    stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+    worlds.current().teardown.at_shutdown(stop)  # too late: it changes nothing
     hvd.shutdown()
 
 
