@@ -120,12 +120,18 @@ def parked(job: Job) -> list[dict[str, Any]]:
         ends = time.monotonic() + 5
         while time.monotonic() < ends:
             if found := [p for rank in (0, 1) if (p := peers(job.ask(rank))[2])["parked"]]:
-                met = peers(job.ask(0))[1]["exchanges"]
-                wait_for(lambda: peers(job.ask(0))[1]["exchanges"] > met, "the others exchange on")
+                require_more_exchanges(job, 0, 1)
                 return found
         return []
     finally:
         os.kill(job.pids[2], signal.SIGCONT)
+
+
+def require_more_exchanges(job: Job, rank: int, peer: int) -> None:
+    met = peers(job.ask(rank))[peer]["exchanges"]
+    wait_for(
+        lambda: peers(job.ask(rank))[peer]["exchanges"] > met, f"{rank} and {peer} exchange on"
+    )
 
 
 def in_allreduce(state: dict[str, Any]) -> dict[str, Any] | None:
