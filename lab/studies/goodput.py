@@ -1,6 +1,6 @@
 """Goodput: what failures leave of training, by strategy and failure rate, in virtual time.
 
-    python -m lab.studies.goodput                       128 super learners, 20 minutes; about an hour
+    python -m lab.studies.goodput                       128 super learners, 20 minutes; two hours
     python -m lab.studies.goodput --n 32 --seeds 3
     python -m lab.studies.goodput --table               what --out holds, once more
 
@@ -13,7 +13,7 @@ Young's interval (30 s each), and restarts after each failure within 300 s, repl
 Printed for each rate and scheme: the samples that are in the model at the end, as a share of those of n super
 learners without failures, waits and averaging; the same of the time in which a super learner is there at all,
 T / (T + --replace) with T the mean time between its failures; and the held-out loss.
-Written to --out: goodput.json, and goodput.png. A second call trains only what is missing.
+Written to --out: goodput.png, and all runs. A second call trains only what is missing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from hvd_adpsgd_lab.learning import Task, train
 from hvd_adpsgd_lab.simulation.planner import Cluster
 
-from examples.acoustic_model.prepare_data import usable_cores
+from examples.acoustic_model.speech.keeper import Job, perform_jobs
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
-from lab.studies.runs import Cell, Run, perform
+
+Run = dict[str, Any]
 
 SCHEMES = ("random_pairs", "delay_by_one", "diloco:period=50,quorum=0.5", "synchronous")
 PARAMETERS, BYTES_PER_S, LATENCY_S = 1e7, 1.25e9, 50e-6
-NAMES = ("n", "scheme", "rate", "seed", "minutes", "step", "replace", "task")
 POINTS = 40
 
 
@@ -52,7 +52,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--replace", type=float, default=60.0, help="seconds to a replacement (default: 60)")
     add("--task", default="examples/virtual_time.py", metavar="FILE.py")
     add("--seeds", type=int, default=1, help="number of seeds (default: 1)")
-    add("--jobs", type=int, default=usable_cores(), help="runs at a time")
     add("--out", type=Path, default=Path("out/goodput"))
     add("--table", action="store_true", help="print and draw what --out holds; train nothing")
     options = parser.parse_args(argv)
@@ -63,38 +62,45 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, low, high in (("minutes", 1e-2, 1e5), ("step", 1e-3, 1e4), ("replace", 0, 1e6)):
         within(f"--{name}", getattr(options, name), low, high)
     within("--seeds", options.seeds, 1, 100)
-    within("--jobs", options.jobs, 1, 1024)
     return options
 
 
-def trained(cell: Cell) -> Run:
-    """Train once; return what it was, the samples that are in the model, and the curve of the loss."""
-    n, scheme, rate, seed, minutes, step_s, replace_s, file = cell
-    task = Task.from_file(file)
+def trained(told: Run) -> Run:
+    """Train once; return the samples that are in the model, and the curve of the loss.
+
+    Args:
+        told: n, scheme, rate, seed, minutes, step, replace and task.
+    """
     cluster = Cluster(
-        n,
+        told["n"],
         PARAMETERS,
-        step_s,
+        told["step"],
         BYTES_PER_S,
         LATENCY_S,
-        minutes=minutes,
-        failures_per_hour=rate,
-        seed=seed,
+        minutes=told["minutes"],
+        failures_per_hour=told["rate"],
+        seed=told["seed"],
     )
-    began = time.monotonic()
-    done = train(task, cluster, strategy=scheme, points=POINTS, replace_s=replace_s)
+    done = train(
+        Task.from_file(told["task"]), cluster, strategy=told["scheme"], points=POINTS,
+        replace_s=told["replace"],
+    )  # fmt: skip
     last = done.points[-1]
     batch = max(p.samples / max(p.steps, 1) for p in done.points)  # where none is lost yet
-    most = n * 60 * minutes / step_s * batch
+    most = told["n"] * 60 * told["minutes"] / told["step"] * batch
     return {
-        **dict(zip(NAMES, cell, strict=True)),
         "kept": last.samples / most if most else 0.0,
         "loss": last.loss,
         "curve": [(p.time_s, p.samples, p.loss, p.training) for p in done.points],
         "failed": done.failed,
         "joined": done.joined,
-        "seconds": time.monotonic() - began,
     }
+
+
+def job(told: Run) -> Job:
+    """Return the run of a scheme at a rate with a seed."""
+    name = f"{told['scheme']}, {told['rate']:g} per hour, seed {told['seed']}"
+    return Job(name, told, lambda _: trained(told))
 
 
 def there(one: Run) -> float:
@@ -172,30 +178,21 @@ def draw(runs: list[Run], path: Path) -> None:
 def main() -> None:
     """Train what is missing, then print and draw."""
     options = arguments()
-    options.out.mkdir(parents=True, exist_ok=True)
-    cells: list[Cell] = [
-        (
-            options.n,
-            scheme,
-            rate,
-            seed,
-            options.minutes,
-            options.step,
-            options.replace,
-            options.task,
-        )
+    same = {name: getattr(options, name) for name in ("n", "minutes", "step", "replace", "task")}
+    wanted = [
+        {**same, "seed": seed, "rate": rate, "scheme": scheme}
         for seed, rate, scheme in itertools.product(
             range(options.seeds), options.rates, options.schemes
         )
     ]
-    file = options.out / "goodput.json"
-    runs = perform(file, [] if options.table else cells, NAMES, trained, options.jobs)
-    same = ("n", "minutes", "step", "replace", "task")
-    runs = [one for one in runs if all(one[name] == getattr(options, name) for name in same)]
+    records, failed = perform_jobs([job(told) for told in wanted], options.out, options.table)
+    runs = [told | record for told, record in zip(wanted, records, strict=True) if record]
     if not runs:
         raise Problem(f"{options.out} holds no such runs. Leave --table out.")
     print(table(runs))
     draw(runs, options.out / "goodput.png")
+    if failed:
+        raise Problem(f"{len(failed)} runs failed; start again to repeat them")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The studies of goodput and of model averaging with many learners: their grids and tables."""
+"""The study of goodput: its runs, and its table."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from examples.acoustic_model.speech.problem import Problem
-from lab.studies import averaging_at_size, goodput
+from lab.studies import goodput
 
 
 def one(scheme: str, rate: float, seed: int = 0, **found: Any) -> dict[str, Any]:
@@ -31,11 +31,13 @@ def test_goodput_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_small_job_loses_less_to_failures_than_synchronous_training() -> None:
-    cells = [
-        (4, scheme, 60.0, 0, 0.7, 1.0, 5.0, "examples/virtual_time.py")
-        for scheme in ("random_pairs", "synchronous")
-    ]
-    gossip, synchronous = map(goodput.trained, cells)
+    told = {
+        "n": 4, "rate": 60.0, "seed": 0, "minutes": 0.7, "step": 1.0, "replace": 5.0,
+        "task": "examples/virtual_time.py",
+    }  # fmt: skip
+    gossip, synchronous = (
+        goodput.trained(told | {"scheme": scheme}) for scheme in ("random_pairs", "synchronous")
+    )
     assert gossip["failed"] > 0 and synchronous["failed"] > 0
     assert gossip["kept"] > 1.5 * synchronous["kept"]
     assert gossip["curve"][-1][2] < gossip["curve"][0][2]
@@ -45,27 +47,3 @@ def test_a_small_job_loses_less_to_failures_than_synchronous_training() -> None:
 def test_wrong_options_are_refused(option: list[str]) -> None:
     with pytest.raises(Problem, match=option[0]):
         goodput.arguments(option)
-
-
-def test_averaging_is_compared_at_the_best_rate_of_each() -> None:
-    def run(n: int, scale: float, loss: float, speed: float) -> dict[str, Any]:
-        period = 10 if n > 1 else 0
-        return {
-            "n": n, "period": period, "optimizer": "natural", "scale": scale, "epochs": 6, "seed": 0,
-            "loss": loss, "steps_per_s": speed,
-        }  # fmt: skip
-
-    runs = [
-        run(1, 0.5, 2.5, 20.0),
-        run(1, 1.0, 2.0, 20.0),
-        run(16, 4.0, 2.2, 250.0),
-        run(16, 16.0, 9.0, 250.0),
-    ]
-    lines = averaging_at_size.table(runs).splitlines()
-    assert lines[-1] == "| natural | 16 | 10 | 4 | 2.200 | +10.0 % | 12.5 |"
-
-
-def test_rates_of_many_learners_reach_their_number() -> None:
-    assert averaging_at_size.scales(1) == [0.5, 1.0, 2.0]
-    assert averaging_at_size.scales(16) == [1.0, 4.0, 16.0]
-    assert averaging_at_size.scales(32) == [1.0, 4.0, 16.0, 32.0]

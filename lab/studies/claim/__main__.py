@@ -21,10 +21,10 @@ from pathlib import Path
 from examples.acoustic_model.speech import launch
 from examples.acoustic_model.speech.problem import drop_repeats, new_parser, run, within
 from lab.studies.claim import study
+from lab.studies.claim.curves import QUANTILES
 from lab.studies.claim.schemes import SCHEMES
 from lab.studies.claim.situations import SITUATIONS
 from lab.studies.claim.tasks import NAMES
-from lab.studies.intervals import QUANTILES
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lab.studies.intervals import mean_interval
+# 97.5 % quantiles of Student's t, by degrees of freedom
+QUANTILES = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 class Point(NamedTuple):
@@ -58,6 +60,14 @@ def _between(x0: float, x1: float, x: float, y0: float, y1: float) -> float:
         return y1
     part = (x - x0) / (x1 - x0)
     return math.exp(math.log(y0) + part * (math.log(y1) - math.log(y0)))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of up to ten values, and half of its 95 % interval: nan without values, inf for one."""
+    if len(values) < 2:
+        return statistics.mean(values or [math.nan]), math.inf
+    half = QUANTILES[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values), half
 
 
 def told(values: Sequence[float], digits: int = 2) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from hvd_adpsgd_lab.machines import Cluster, ClusterError, unavailable
 
+from examples.acoustic_model.speech import launch
 from examples.acoustic_model.speech.problem import Problem
 from hvd_adpsgd.launch.processes import free_port
-from lab.studies.disturbed import jobs
 
 from . import recorder
 from .situations import LEARNERS
@@ -25,6 +25,8 @@ START_S = 180.0  # longest start
 MARGIN_S = 60.0  # for the last copy, after its time
 POLL_S = 0.05
 PORT = 29500  # in a namespace every port is free
+_OURS = ("HVD_ADPSGD_", "HOROVOD_", "OMPI_", "PMIX_", "PRTE_")  # learners do not inherit these
+_TAIL = 1500  # characters of a failed job's output that are shown
 
 
 def no_hosts() -> str | None:
@@ -121,7 +123,8 @@ class Job:
         self, host: str, command: list[str], variables: dict[str, str], log: Any
     ) -> Iterator[subprocess.Popen[Any]]:
         polite = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # hosts share the cores, unknown to MPI
-        environment = jobs.environment(polite | variables)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
+        environment = kept | launch.paths() | {"OMP_NUM_THREADS": "1"} | polite | variables
         streams = {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         if self._cluster:
             with self._cluster.started(command, host=host, env=environment, **streams) as process:
@@ -133,7 +136,7 @@ class Job:
             try:
                 yield process
             finally:
-                jobs.end(process)
+                _end(process)
 
     def run(self, last: int, seconds: float) -> float | None:
         """Start all learners at one time, and wait until each that lives has written its last copy.
@@ -188,8 +191,25 @@ class Job:
             late = time.monotonic() > ends
             if late or any(process.poll() is not None for process in self._processes):
                 how = f"not {what} after {seconds:.0f} s" if late else f"ended before it was {what}"
-                raise Problem(f"{how}\n{jobs.tail(self._folder / 'log.txt')}")
+                raise Problem(f"{how}\n{tail(self._folder / 'log.txt')}")
             time.sleep(POLL_S)
+
+
+def tail(log: Path) -> str:
+    """Return the last _TAIL characters of a job's output."""
+    return log.read_text(errors="replace")[-_TAIL:]
+
+
+def _end(child: subprocess.Popen[Any]) -> None:
+    """End a command's process group: SIGTERM, which a launcher forwards to learners; 10 s later SIGKILL."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is not None:
+            return
+        os.killpg(child.pid, kind)
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def command(folder: Path, speech: Path, times: Sequence[float], words: Sequence[str]) -> list[str]:

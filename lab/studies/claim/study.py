@@ -18,7 +18,6 @@ from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import launch
 from examples.acoustic_model.speech.keeper import Job, perform_jobs
 from examples.acoustic_model.speech.problem import Problem
-from lab.studies.disturbed import jobs
 
 from . import evaluation, learners, picture, schemes, situations, table, tasks
 from .curves import Point
@@ -147,7 +146,7 @@ def one(
     with learners.Job(key.scheme, command, folder, cluster) as job:
         ended_s = job.run(len(times) - 1, times[-1])
     if ended_s is not None and ended_s < (kill_s or times[-1]):
-        log = jobs.tail(folder / "log.txt")
+        log = learners.tail(folder / "log.txt")
         raise Problem(f"the job ended after {ended_s:.0f} s of {times[-1]:.0f} s\n{log}")
     torch.set_num_threads(prepare_data.usable_cores())
     points = evaluation.curve(folder, task, times)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lab.studies.intervals import mean_interval
-
-from .curves import at_samples, last_until, time_to, told
+from .curves import at_samples, last_until, mean_interval, time_to, told
 from .records import Key, Record
 from .schemes import TITLES
 from .situations import GOALS, SITUATIONS
