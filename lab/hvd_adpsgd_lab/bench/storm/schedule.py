@@ -5,7 +5,7 @@ A line is a fault, `SECONDS KIND SLOT [DURATION [FACTOR]]`; what follows a # is 
     42.5 kill 21            the process of slot 21 is killed, and a new one takes its place
     34.8 stop 7 20.1        it is stopped (SIGSTOP), and continued 20.1 s later
     60 slow 3 30 4          for 30 s its steps take 4 times as long
-    319.3 cut 3 22.5        its link is cut for 22.5 s
+    319.3 cut 3 22.5        its link is cut for 22.5 s: needs hosts, is left out
 """
 
 from __future__ import annotations
