@@ -26,9 +26,9 @@ from torch.nn.functional import cross_entropy
 
 from examples.acoustic_model import train
 from examples.acoustic_model.speech import corpus, journal
-from examples.acoustic_model.speech.keeper import keep
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import run
+from lab.studies.keeper import keep
 
 GAIN = {"sigmoid": 4.0, "relu": math.sqrt(2)}  # gain of initial weights: Glorot and Bengio; He
 

@@ -18,9 +18,9 @@ import argparse
 from pathlib import Path
 
 from examples.acoustic_model import prepare_data
-from examples.acoustic_model.speech import comparison, figure, journal, launch
+from examples.acoustic_model.speech import comparison, journal, launch
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
-from lab.studies import sweep
+from lab.studies import figure, sweep
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}

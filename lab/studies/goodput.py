@@ -28,8 +28,8 @@ from typing import Any
 from hvd_adpsgd_lab.learning import Task, train
 from hvd_adpsgd_lab.simulation.planner import Cluster
 
-from examples.acoustic_model.speech.keeper import Job, perform_jobs
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
+from lab.studies.keeper import Job, perform_jobs
 
 Run = dict[str, Any]
 

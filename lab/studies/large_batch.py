@@ -25,9 +25,9 @@ import math
 from pathlib import Path
 
 from examples.acoustic_model import prepare_data
-from examples.acoustic_model.speech import figure, journal, launch
+from examples.acoustic_model.speech import journal, launch
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
-from lab.studies import sweep
+from lab.studies import figure, sweep
 
 # Chosen before any confirming seed was run. R0 comes from trainings of one learner on seed 0 with batch 64:
 #

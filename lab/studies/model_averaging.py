@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.acoustic_model import prepare_data
-from examples.acoustic_model.speech import corpus, figure, launch
-from examples.acoustic_model.speech.keeper import recall
+from examples.acoustic_model.speech import corpus, launch
 from examples.acoustic_model.speech.problem import Problem, drop_repeats, new_parser, run, within
+from lab.studies import figure
+from lab.studies.keeper import recall
 
 SETTINGS = {
     "task": "easy",

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from examples.acoustic_model.speech import strategy
-from examples.acoustic_model.speech.keeper import Job, folder, perform_jobs
 from examples.acoustic_model.speech.launch import Training
 from examples.acoustic_model.speech.problem import Problem
+from lab.studies.keeper import Job, folder, perform_jobs
 
 
 class Outcome(NamedTuple):

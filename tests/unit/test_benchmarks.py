@@ -14,10 +14,10 @@ pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
 from examples.acoustic_model import train
-from examples.acoustic_model.speech import figure, launch, strategy
-from examples.acoustic_model.speech.keeper import left, recall
+from examples.acoustic_model.speech import launch, strategy
 from examples.acoustic_model.speech.problem import Problem
-from lab.studies import compare, large_batch, sweep
+from lab.studies import compare, figure, large_batch, sweep
+from lab.studies.keeper import left, recall
 
 NAN, INF = math.nan, math.inf
 

@@ -17,11 +17,11 @@ pytest.importorskip("matplotlib")
 
 from examples.acoustic_model import train
 from examples.acoustic_model.speech import launch
-from examples.acoustic_model.speech.keeper import keep
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import Problem
 from lab.studies import averaging_learner as learner
 from lab.studies import model_averaging as script
+from lab.studies.keeper import keep
 
 # ---- train.py
 

@@ -16,8 +16,8 @@ from hvd_adpsgd_lab.bench import machine
 
 from examples.acoustic_model import prepare_data
 from examples.acoustic_model.speech import launch
-from examples.acoustic_model.speech.keeper import Job, perform_jobs
 from examples.acoustic_model.speech.problem import Problem
+from lab.studies.keeper import Job, perform_jobs
 
 from . import evaluation, learners, picture, schemes, situations, table, tasks
 from .curves import Point

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import launch
-from .problem import Problem
+from examples.acoustic_model.speech import launch
+from examples.acoustic_model.speech.problem import Problem
 
 
 @dataclass(frozen=True)
