@@ -19,7 +19,7 @@ import torch
 
 from examples.acoustic_model.speech import alone
 from examples.acoustic_model.speech.problem import Problem
-from examples.real_speech import compare, corpus, decode, dialogs, importers, model, ngram, prepare
+from examples.real_speech import corpus, decode, dialogs, importers, model, ngram, prepare
 from examples.real_speech import train as script
 from examples.real_speech.cuts import CutBatches, check
 from examples.real_speech.scoring import letter_errors
@@ -258,9 +258,6 @@ def test_a_small_run_is_trained_and_decoded(data: Path, tmp_path: Path) -> None:
             (tmp_path / f"{name}.{part}.npy").symlink_to(data / f"{name}.{part}.npy")
     with pytest.raises(Problem, match="has the letters .*'xyz'; give the --data"):
         decode.decode(tmp_path / "model.pt", tmp_path, 3)
-    result = compare.summary({"ssgd": [found], "random-pairs": [found]})
-    assert result["random-pairs"]["ngram wer"]["minus_first"]["difference"] == 0
-    assert compare.table(result).splitlines()[2].startswith("random-pairs")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ class Training:
         learners: number of processes; 1 is started without horovodrun.
         options: further options of train.py.
         variables: HVD_ADPSGD_... environment variables.
-        module: the script; it takes --strategy, --data, --out and --seed.
         may_fail: a learner is killed on purpose. Only the lines of SHOWN are printed, all are in log.txt.
     """
 
@@ -53,13 +52,11 @@ class Training:
     learners: int = 1
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    module: str = "examples.acoustic_model.train"
     may_fail: bool = False
 
     def settings(self, data: Path) -> dict:
         """Return what decides a training's outcome, as JSON."""
         return {
-            "module": self.module,
             "strategy": self.strategy,
             "seed": self.seed,
             "learners": self.learners,
@@ -105,7 +102,7 @@ def train(one: Training, data: Path, resume: bool = False) -> None:
     one.folder.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(one.settings(data), indent=1)
     (one.folder / "settings.json").write_text(settings + "\n", "utf-8")
-    script = [sys.executable, "-m", one.module, "--strategy", one.strategy]
+    script = [sys.executable, "-m", "examples.acoustic_model.train", "--strategy", one.strategy]
     script += ["--data", str(data), "--out", str(one.folder), "--seed", str(one.seed)]
     script += one.options
     if resume and not one.may_fail and (one.folder / "checkpoint.pt").exists():
