@@ -1,7 +1,6 @@
 """Study of model averaging on speech, where N learners average their models every K minibatches.
 
     python -m lab.studies.model_averaging             train the sweep, seeds 1 2 3
-    python -m lab.studies.model_averaging --explore   train the grid from which the rates were chosen
     python -m lab.studies.model_averaging --recall    print the tables of finished runs
     python -m lab.studies.model_averaging --quick     train a tiny corpus and net, as a test
 
@@ -44,9 +43,9 @@ QUICK = {"task": "easy", "layers": 2, "hidden": 16, "batch": 64, "minibatches": 
 LEARNERS, PERIODS = (1, 2, 4), (1, 5, 10, 20, 50, 100, 500)
 OPTIMIZERS = {"sgd": "SGD", "natural": "NG-SGD"}
 INITS = {"random": "random", "rbm": "RBM"}
-EXPLORING, CONFIRMING = 0, [1, 2, 3]
-# Rates of one learner, by activation, optimizer and initial weights. They were chosen with --explore, on
-# seed 0 of one learner, before any confirming seed was run: the smallest rate of the grid whose loss is
+CONFIRMING = [1, 2, 3]
+# Rates of one learner, by activation, optimizer and initial weights. They were chosen on
+# seed 0 of one learner, before any confirming seed was run: the smallest rate of a grid whose loss is
 # within 5 % of the best, because the best rate leaves no room for scaling it by N. Results of several
 # learners had no part in the choice. Held-out losses:
 #
@@ -60,7 +59,6 @@ EXPLORING, CONFIRMING = 0, [1, 2, 3]
 #     ReLU, SGD, random     3.583   2.416   1.974   1.845   1.885   diverged
 #
 # ReLUs that start from weights of RBMs, which were trained for sigmoids, diverged at each rate of the grid.
-GRID = {"sigmoid": (1.0, 2.0, 4.0, 8.0), "relu": (0.0078125, 0.03125, 0.125, 0.25, 0.5, 1.0)}
 RATES = {
     ("sigmoid", "sgd", "random"): 2.0,
     ("sigmoid", "sgd", "rbm"): 2.0,
@@ -68,7 +66,6 @@ RATES = {
     ("sigmoid", "natural", "rbm"): 4.0,
     ("relu", "sgd", "random"): 0.25,
 }
-EXPLORED = (*RATES, ("relu", "sgd", "rbm"))
 TOLERANCE = 0.05
 UNSCALED = (4, 10)  # N and K of runs with the rate of one learner
 DECODED_PERIODS = (0, 10, 100)
@@ -129,7 +126,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=CONFIRMING, help="seeds (default: 1 2 3)")
     add("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
     add("--weights", nargs="+", choices=tuple(INITS), default=list(INITS))
-    add("--explore", action="store_true", help="one learner, seed 0, a grid of learning rates")
     add("--recall", action="store_true", help="train nothing, print tables of finished runs")
     add("--quick", action="store_true", help="tiny corpus and net, as a test")
     add("--out", type=Path, help="folder (default: out/model_averaging, with -quick)")
@@ -140,8 +136,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for value in getattr(options, name):
             within(f"--{name}", value, low, high)
     drop_repeats(options, "learners", "periods", "seeds")
-    if options.explore and options.recall:
-        raise Problem("--explore trains, --recall does not; take one of them")
     options.settings = QUICK if options.quick else SETTINGS
     if options.settings["minibatches"] % math.lcm(*options.learners):
         raise Problem(
@@ -181,23 +175,6 @@ def sweep(
             else (run,)
         )
     ]
-
-
-def grid() -> list[Run]:
-    """Return the runs of one learner on the exploring seed, with every rate of the grid."""
-    return [
-        Run(1, 0, optimizer, init, activation, EXPLORING, rate)
-        for activation, optimizer, init in EXPLORED
-        for rate in GRID[activation]
-    ]
-
-
-def chosen(losses: dict[float, float]) -> float | None:
-    """Return the smallest rate whose loss is within 5 % of the best; None if all runs diverged."""
-    best = min(losses.values())
-    if best == math.inf:
-        return None
-    return min(rate for rate, loss in losses.items() if loss <= best * (1 + TOLERANCE))
 
 
 # ---- trainings and their records
@@ -265,12 +242,6 @@ class Sweep:
         """Return the entry of a run in the plan that averaging_learner.py reads."""
         stack = str(self.stack(one.seed) / "stack.pt") if one.init == "rbm" else None
         return asdict(one) | {"folder": str(one.folder), "name": one.name, "stack": stack}
-
-    def monitor(self, seed: int) -> list[dict[str, Any]]:
-        """Return the monitor entry that pretrain_rbm.py wrote for each RBM after its last epoch."""
-        lines = (self.stack(seed) / "monitor.jsonl").read_text().splitlines()
-        entries = [json.loads(line) for line in lines]
-        return list({entry["layer"]: entry for entry in entries}.values())
 
     def wer(self, one: Run, recall_only: bool) -> float | None:
         """Return the test word error rate of a run's model, decoding if needed; None if it is not known."""
@@ -367,21 +338,6 @@ def pretraining_table(losses: Losses) -> str:
     return "\n".join(lines)
 
 
-def stacks_table(monitors: dict[int, list[dict[str, Any]]]) -> str:
-    """Return a Markdown table of each RBM's reconstruction errors and free-energy gap, over seeds."""
-    lines = [
-        "| layer | squared error, training | held-out | free-energy gap |",
-        "|---|---|---|---|",
-    ]
-    for entries in zip(*monitors.values(), strict=True):
-        spans = []
-        for key, digits in (("error", 4), ("heldout_error", 4), ("free_energy_gap", 2)):
-            values = [entry[key] for entry in entries]
-            spans.append(f"{min(values):.{digits}f} to {max(values):.{digits}f}")
-        lines.append(f"| {entries[0]['layer']} | {' | '.join(spans)} |")
-    return "\n".join(lines)
-
-
 def wer_table(wer: dict[tuple[str, str, int, int], float]) -> str:
     """Return a Markdown table of the word error rates of the decoded runs."""
     places = sorted({(n, k) for _, _, n, k in wer})
@@ -391,22 +347,6 @@ def wer_table(wer: dict[tuple[str, str, int, int], float]) -> str:
         found = (wer.get((optimizer, init, n, k)) for n, k in places)
         cells = ["" if value is None else f"{100 * value:.1f} %" for value in found]
         lines.append(f"| {OPTIMIZERS[optimizer]} | {INITS[init]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def cost_table(records: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the CPU seconds of all learners together, mean over the sigmoid runs."""
-    lines = ["| N | SGD | NG-SGD | ratio |", "|---|---|---|---|"]
-    for n in sorted({record["learners"] for record in records}):
-        sgd, natural = (
-            _mean([
-                record["cpu_s"] for record in records
-                if (record["learners"], record["optimizer"], record["activation"])
-                == (n, optimizer, "sigmoid")
-            ])
-            for optimizer in OPTIMIZERS
-        )  # fmt: skip
-        lines.append(f"| {n} | {sgd:.1f} | {natural:.1f} | {natural / sgd:.2f} |")
     return "\n".join(lines)
 
 
@@ -426,22 +366,6 @@ def draw(losses: Losses, title: str, path: Path) -> None:
 # ---- the script
 
 
-def explore(trained: Sweep) -> str:
-    """Train the grid; return a text with the losses and the chosen rate of each kind of run."""
-    trained.perform(grid())
-    rows: dict[tuple[str, str, str], dict[float, float]] = {}
-    for one in grid():
-        loss = trained.recall(one)["heldout_loss"]
-        kind = one.activation, one.optimizer, one.init
-        rows.setdefault(kind, {})[one.rate] = math.inf if loss is None else loss
-    return "\n".join(
-        f"{' '.join(kind)}: "
-        + ", ".join(f"{rate:g}: {_text([loss], 0)}" for rate, loss in losses.items())
-        + f"; chosen {chosen(losses)}, in use {RATES.get(kind)}"
-        for kind, losses in rows.items()
-    )
-
-
 def report(options: argparse.Namespace, trained: Sweep, runs: list[Run], what: str) -> str:
     """Collect the finished runs, decode, write result.json, table.md and the figure; return the tables."""
     records = [record for record in map(trained.recall, runs) if record]
@@ -453,19 +377,15 @@ def report(options: argparse.Namespace, trained: Sweep, runs: list[Run], what: s
         for one in runs
         if one.decoded and (found := trained.wer(one, options.recall)) is not None
     }
-    with_stack = [s for s in options.seeds if (trained.stack(s) / "stack.pt").exists()]
-    monitors = {seed: trained.monitor(seed) for seed in with_stack}
     heads = {
         "Held-out cross-entropy in nats per frame": table(losses, options.periods),
         "The rate": unscaled_table(losses, losses_of(records, scaled=False)),
         "One learner": pretraining_table(losses),
-        "Restricted Boltzmann machines": stacks_table(monitors),
         f"Word error rate, seed {options.seeds[0]}": wer_table(wer),
-        "CPU seconds of a run, all learners together": cost_table(records),
     }
     text = "\n\n".join(f"## {head}\n\n{body}" for head, body in heads.items())
     text += f"\n\n{what}; {len(records)} of {len(runs)} runs.\n"
-    result = {"task": what, "settings": trained.settings, "runs": records, "rbm": monitors}
+    result = {"task": what, "settings": trained.settings, "runs": records}
     result["wer"] = [{"run": list(cell), "wer": value} for cell, value in wer.items()]
     result["versions"] = launch.versions()
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -477,14 +397,11 @@ def report(options: argparse.Namespace, trained: Sweep, runs: list[Run], what: s
 def main() -> None:
     """Prepare the data, train all runs, write the comparison."""
     options = arguments()
-    several = max(options.learners) > 1 and not options.explore
+    several = max(options.learners) > 1
     launch.check([*launch.MODULES, "horovod", "hvd_adpsgd"], launcher=several)
     data, what = prepare_data.named(options.settings["task"], options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
     trained = Sweep(options.out, data, options.settings)
-    if options.explore:
-        print(explore(trained))
-        return
     cells = options.learners, options.periods, options.seeds
     runs = sweep(*cells, options.optimizers, options.weights)
     if not options.recall:

@@ -75,7 +75,6 @@ def test_the_sweep_holds_every_cell_once_per_seed():
     assert len(relu) == 3 and all(one.learners == 1 for one in relu)
     decoded = Counter((one.learners, one.period, one.seed) for one in runs if one.decoded)
     assert decoded == {(1, 0, 1): 4, (4, 10, 1): 4, (4, 100, 1): 4}
-    assert script.EXPLORING not in options.seeds
     few = script.sweep([4], [10], [1], ["natural"], ["rbm"])
     assert [(one.optimizer, one.init) for one in few] == [("natural", "rbm")] * 2
 
@@ -84,28 +83,7 @@ def _rate(one: script.Run) -> float:
     return script.RATES[one.activation, one.optimizer, one.init]
 
 
-def test_rates_are_of_the_grid():
-    for (activation, _, _), rate in script.RATES.items():
-        assert rate in script.GRID[activation]
-    assert {(one.activation, one.optimizer, one.init) for one in script.grid()} > set(script.RATES)
-
-
-@pytest.mark.parametrize(
-    ("losses", "rate"),
-    [
-        ({1.0: 2.0, 2.0: 1.95}, 1.0),
-        ({1.0: 2.1, 2.0: 1.9, 4.0: 1.8}, 4.0),
-        ({1.0: 2.0, 2.0: math.inf}, 1.0),
-        ({1.0: math.inf}, None),
-    ],
-)
-def test_the_rate_is_the_smallest_within_5_percent_of_the_best(losses, rate):
-    assert script.chosen(losses) == rate
-
-
-@pytest.mark.parametrize(
-    "words", ["--learners 0", "--periods 0", "--seeds -1", "--explore --recall", "--learners 2 3"]
-)
+@pytest.mark.parametrize("words", ["--learners 0", "--periods 0", "--seeds -1", "--learners 2 3"])
 def test_options_out_of_range(words):
     with pytest.raises(Problem, match=f"^{words.split()[0]}"):
         script.arguments(words.split())
@@ -222,18 +200,14 @@ def test_the_table_of_periods():
 def test_the_other_tables():
     scaled = [r | {"learners": 4, "period": 10} for r in _records() if r["learners"] == 4]
     unscaled = [r | {"rate": r["rate"] / 4, "heldout_loss": 1.1} for r in scaled]
-    natural = [record | {"optimizer": "natural", "cpu_s": 6.0} for record in _records()]
     records = _records() + scaled + unscaled
     main, of_one = script.losses_of(records), script.losses_of(records, scaled=False)
     assert main["sigmoid", "sgd", "random", 4, 10] == [1.3, 1.5]
     assert "**1.100** (1.100 to 1.100)" in script.unscaled_table(main, of_one)
     stacked = main | {("sigmoid", "sgd", "rbm", 1, 0): [0.525]}
     assert " | 0.525 | 0.500 |" in script.pretraining_table(stacked)
-    layer = {"layer": 1, "error": 0.3, "heldout_error": 0.2, "free_energy_gap": -1}
-    assert "| 0.3000 to 0.3000 |" in script.stacks_table({1: [layer]})
     wer = {("sgd", "random", 1, 0): 0.2, ("sgd", "random", 4, 10): 0.25, ("sgd", "rbm", 1, 0): 0.1}
     assert "| SGD | random | 20.0 % | 25.0 % |" in script.wer_table(wer)
-    assert "| 2 | 4.0 | 6.0 | 1.50 |" in script.cost_table(_records() + natural)
 
 
 def test_the_figure_is_drawn_of_what_there_is(tmp_path):

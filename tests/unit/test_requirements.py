@@ -59,11 +59,10 @@ def test_bench_without_horovod(monkeypatch, tmp_path, capsys):
     assert "Run python -m hvd_adpsgd build-horovod." in capsys.readouterr().err
 
 
-def test_bench_takes_mpirun_where_horovod_is_not_installed_but_not_on_several_hosts(tmp_path):
+def test_bench_takes_mpirun_where_horovod_is_not_installed(tmp_path):
     mpirun = tmp_path / "mpirun"
     mpirun.touch(mode=0o755)
-    assert bench._launcher(str(tmp_path), False)[0] == str(mpirun)
-    assert bench._launcher(str(tmp_path), True) == []
+    assert bench._launcher(str(tmp_path))[0] == str(mpirun)
     horovodrun = tmp_path / "horovodrun"
     horovodrun.touch(mode=0o755)
-    assert bench._launcher(str(tmp_path), True) == [str(horovodrun)]
+    assert bench._launcher(str(tmp_path)) == [str(horovodrun)]

