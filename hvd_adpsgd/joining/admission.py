@@ -116,7 +116,7 @@ def admit(
             return state
     reshard(model)
     if joins:
-        with held(world, DOING, known=optimizers):
+        with held(world, DOING):
             state, epochs = arrive(world, model, optimizers)
         samplers.join_at(epochs)
         world = worlds.current()
@@ -131,7 +131,7 @@ def admit(
     with (
         counted(DOING),
         world.collectives.instead("continue"),
-        held(world, DOING, by_job=True, known=optimizers) as averagings,
+        held(world, DOING, by_job=True) as averagings,
     ):
         packed, problem = _packed((state, samplers.epochs(is_between=blocking)))
         stay = set() if blocking else world.collectives.finished()

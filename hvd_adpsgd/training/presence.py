@@ -26,17 +26,16 @@ def live(also_stopping: bool = False) -> list[Averaging]:
 def stop_unreferenced() -> None:
     """Stop the averaging of optimizers that the script has dropped.
 
-    A wrapped optimizer is part of a reference cycle. If the script drops it, its averaging runs on until the
-    garbage collector finds the cycle, at a different moment on each learner; so this runs the collector.
+    An optimizer may be part of a reference cycle of the script's. If the script drops it, its averaging runs
+    on until the garbage collector finds the cycle, at a different moment on each learner; so this runs the
+    collector, which takes tenths of a second.
     """
     gc.collect()
     stop_dropped()
 
 
 @contextlib.contextmanager
-def held(
-    world: World, doing: str, by_job: bool = False, known: Sequence[torch.optim.Optimizer] = ()
-) -> Iterator[list[Averaging]]:
+def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averaging]]:
     """Yield the Averaging of each optimizer that all learners of this super learner hold, oldest first.
 
     For operations over all learners, all of which enter the `with` block together. An averaging ends in a
@@ -47,17 +46,19 @@ def held(
         world: the World of this learner.
         doing: name of the operation, for messages.
         by_job: whether all learners of the job must hold an optimizer, not only those of the super learner.
-        known: optimizers that the caller holds. The garbage collector, which takes tenths of a second, need
-            not look whether the script has dropped these.
     """
-    if all(any(a.optimizer() is one for one in known) for a in live()):
-        stop_dropped()
-    else:
-        stop_unreferenced()
-    mine = live()
-    optimizers = [averaging.optimizer() for averaging in mine]  # keeps the optimizers alive
-    told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))
-    concerned = [set(its) for super_rank, its in told if by_job or super_rank == world.super_rank]
+    # where learners differ, the garbage of some may not have been collected
+    for stop in (stop_dropped, stop_unreferenced):
+        optimizers: list[Any] = []
+        stop()
+        mine = live()
+        optimizers = [averaging.optimizer() for averaging in mine]  # keeps the optimizers alive
+        told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))
+        if all(numbers == told[0][1] for _, numbers in told):
+            break
+    concerned = [
+        set(numbers) for super_rank, numbers in told if by_job or super_rank == world.super_rank
+    ]
     common = set.intersection(*concerned)
     for averaging in mine:
         if averaging.number not in common:

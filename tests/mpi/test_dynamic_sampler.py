@@ -63,6 +63,37 @@ def test_a_slow_learner_gets_less(tmp_path: Path, how: str) -> None:
     assert facts[0]["state"]["epoch"] >= 2  # reports of the last second may be missing
 
 
+ROWS = [
+    pytest.param(4, 1, "", (), 1.05, id="plain"),
+    pytest.param(8, 2, "", (), 1.05, id="super-learners-of-2"),
+    pytest.param(8, 2, "ddp", (), 1.05, id="ddp"),
+    pytest.param(8, 2, "fsdp2", (), 1.05, id="fsdp2"),
+    pytest.param(4, 1, "", (2,), 1.15, id="one-killed"),
+    pytest.param(4, 1, "", (0,), 1.15, id="coordinator-killed"),
+]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("np", "inner", "inside", "victims", "bound"), ROWS)
+def test_three_epochs_take_the_time_of_the_summed_speeds(
+    tmp_path: Path, np: int, inner: int, inside: str, victims: tuple[int, ...], bound: float
+) -> None:
+    """Steps of 50 ms, those of one super learner 150 ms; mean and checkpoint after each epoch."""
+    variables = {"INSIDE": inside, "SIZE": "1600", "SAVE": "1"}
+    if inside:
+        variables["HVD_ADPSGD_INNER"] = "torch"
+    slow = range(np - inner, np)
+    pauses = [0.15 if rank in slow else 0.05 for rank in range(np)]
+    result = run(tmp_path, pauses, inner=inner, victims=victims, variables=variables)
+    facts = result.checked().by_rank() if not victims else result.by_rank()
+    leaders = [one for one in facts if one["rank"] % inner == 0]
+    left = 3 * 1600 - sum(len(i) for rank in victims for _, i in trained(tmp_path, rank))
+    ideal = left / sum(BATCH * inner / one["step_s"] for one in leaders)
+    took = max(one["averaged"][-1] for one in facts)
+    print(f"{took:.2f} s are {took / ideal:.3f} of the ideal", facts)
+    assert took <= bound * ideal
+
+
 @pytest.mark.parametrize("inside", ["", "ddp", pytest.param("fsdp2", marks=pytest.mark.extended)])
 def test_the_learners_of_a_super_learner_make_equally_many_steps(
     tmp_path: Path, inside: str

@@ -97,21 +97,25 @@ def run(program: str, *args: str) -> Result:
 
 
 def test_operations_of_all_agree_on_an_optimizer_that_the_script_has_dropped() -> None:
-    """A reference cycle holds it until the garbage collector runs, here on learner 1 before the others."""
+    """A reference cycle holds it until the garbage collector runs, on learner 1 before the others."""
     program = """
         def mean():
             hvd.average_model(model)
 
         gc.disable()
         for act in (mean, pause, evaluate, hvd.join):
-            train(model)
+            cycle = [train(model)]
+            cycle.append(cycle)
+            del cycle
             if rank == 1:
                 gc.collect()
             act()
         mean()
         say(rank=rank, spread=hvd.consensus_distance(model))
     """
-    assert [facts["spread"] for facts in run(program).checked().by_rank()] == [0.0] * 4
+    result = run(program).checked()
+    assert [facts["spread"] for facts in result.by_rank()] == [0.0] * 4
+    assert "another learner has dropped" not in result.stderr, result.report()
 
 
 @pytest.mark.parametrize("holder", [pytest.param(0, marks=pytest.mark.extended), 1])

@@ -1,6 +1,6 @@
 """Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, victims.
 With SEEDS set, seeds differ. With SHARDS set, each index is the URL of a shard, for one step. INSIDE: ddp,
-or fsdp2.
+or fsdp2. SIZE: of the dataset. With SAVE set, a checkpoint of the mean is saved after each epoch.
 
 A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
 hvd.progress(). A victim sends itself SIGNAL in its second epoch, once all others are known to be in theirs; a
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_adpsgd.torch as hvd
 
-SIZE, BATCH = 403, 4
+SIZE, BATCH = int(os.environ.get("SIZE", "403")), 4
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.barrier()
-    begun, steps, ends = time.monotonic(), [], []
+    begun, steps, ends, averaged = time.monotonic(), [], [], []
     with (folder / f"{hvd.rank()}.steps").open("w", buffering=1) as out:
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
@@ -76,13 +76,17 @@ def main() -> None:
                 steps.append(time.monotonic() - at)
             ends.append(time.monotonic() - begun)
             with hvd.averaged(model):
-                pass
+                if "SAVE" in os.environ and hvd.is_coordinator():
+                    state = {"model": model.state_dict(), "sampler": sampler.state_dict()}
+                    torch.save(state, folder / "checkpoint")
+            averaged.append(time.monotonic() - begun)
     state = sampler.state_dict()
     said = {
         "step_s": sum(steps) / len(steps),
         "steps": len(steps),
         "longest_s": max(steps),
         "ends": ends,
+        "averaged": averaged,
     }
     say(**said, length=len(loader), state=state)
 
