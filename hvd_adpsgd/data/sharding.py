@@ -278,7 +278,7 @@ class Sharding:
     def _want(self) -> None:
         """Ask the leader for the steps that this learner makes while the answer travels."""
         if self.epoch is not None and not self._of(self.epoch).ended:
-            ahead = 2 + math.ceil(_INSIDE_S / max(self._step_s() or _INSIDE_S, 1e-3))
+            ahead = 1 + math.ceil(_INSIDE_S / max(self._step_s() or _INSIDE_S, 1e-3))
             if self.step + ahead > self._wanted[self.epoch]:
-                self._wanted[self.epoch] = self.step + 2 * ahead
+                self._wanted[self.epoch] = self.step + ahead + ahead // 4
                 self._out.append((self._mates[0], Wanted(self.epoch, self._wanted[self.epoch])))
