@@ -24,7 +24,7 @@ from hvd_adpsgd.joining.candidates import (
     join_server,
 )
 from hvd_adpsgd.joining.change_over import DOING, drop, prepare, switch
-from hvd_adpsgd.joining.decisions import Member
+from hvd_adpsgd.joining.decision import all_switch
 from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.joining.join_state import JoinState, pack, shares, terms
 from hvd_adpsgd.joining.nonblocking import have_met, meets, waits_anyway
@@ -574,16 +574,15 @@ def _met(
 ) -> NewGroup | None:
     """Connect the learners of the job with the joining super learner; None on all if it failed on one."""
     ranks = tuple(sorted({*world.collectives.ranks, *offer.groups[offer.super_rank]}))
-    member = Member()
-    member.begins(world.collectives.ranks)
+    asked = world.collectives.ranks
     ends = time.monotonic() + RECONNECT_S
     gather = reconnect.MembersGather(world, len(offer.placements), candidate, ends)
     if candidate is not None and not candidate.problem:
         candidate.send((offer, ranks, senders))
     prepared = prepare(world, offer, ranks, senders, gather, ends)
     # all learners vote before any learner switches: if only some switched, each part would wait for the other
-    all_made = all(world.collectives.gather(DOING, member.votes(prepared is not None)))
-    if not member.goes_over(all_made, world.collectives.ranks) or prepared is None:
+    all_made = all(world.collectives.gather(DOING, prepared is not None))
+    if not all_switch(all_made, world.collectives.ranks, asked) or prepared is None:
         drop(prepared)
         return None
     if candidate is not None:

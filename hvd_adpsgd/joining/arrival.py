@@ -10,7 +10,6 @@ from hvd_adpsgd.errors import AdpsgdError, PeerFailedError
 from hvd_adpsgd.joining import joining, reconnect
 from hvd_adpsgd.joining.candidates import JoinOffer, open_own_listener
 from hvd_adpsgd.joining.change_over import drop, prepare, switch
-from hvd_adpsgd.joining.decisions import Joiner
 from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.joining.join_state import JoinState, shares, terms, unpack
 from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
@@ -26,16 +25,13 @@ def arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Op
     for averaging in live():
         averaging.engines.make_memory_ahead()
     candidate.tell(terms(optimizers))
-    joiner, prepared = Joiner(), None
+    prepared = None
     while prepared is None:
         offer, ranks, senders = candidate.ready(world)
-        joiner = Joiner()
-        joiner.offered()
-        prepared = _met_as_candidate(world, candidate, joiner, offer, ranks, senders)
+        prepared = _met_as_candidate(world, candidate, offer, ranks, senders)
     switch(world, *prepared)
     new_group = prepared[0]
     told = _receive(new_group, model)
-    joiner.received()
     told.give(optimizers)
     if has_parts(model):
         world = worlds.current()
@@ -50,7 +46,6 @@ def arrive(world: World, model: torch.nn.Module, optimizers: list[torch.optim.Op
 def _met_as_candidate(
     world: World,
     candidate: joining.JoiningLearner,
-    joiner: Joiner,
     offer: JoinOffer,
     ranks: tuple[int, ...],
     senders: tuple[int, ...],
@@ -66,9 +61,7 @@ def _met_as_candidate(
     prepared = prepare(world, offer, ranks, senders, gather, ends)
     verdict = candidate.verdict(world)
     if verdict is True and prepared is not None:
-        joiner.let_in()
         return prepared
-    joiner.times_out()
     drop(prepared)
     if isinstance(verdict, AdpsgdError):
         raise verdict

@@ -6,7 +6,7 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.joining import reconnect
 from hvd_adpsgd.joining.candidates import JoinOffer
-from hvd_adpsgd.joining.decisions import MOVE_S
+from hvd_adpsgd.joining.decision import MOVE_S
 from hvd_adpsgd.joining.reconnect import Gather, NewGroup
 from hvd_adpsgd.launch.world import World, names_of
 from hvd_adpsgd.lifecycle.shutdown import exit_state

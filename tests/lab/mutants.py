@@ -23,9 +23,8 @@ ROOT = Path(__file__).parents[2]
 ENGINE = Path("ext/hvd_adpsgd/engine")
 SIMULATOR = "../../../lab/ext/hvd_adpsgd_lab/simulation"
 ADMISSION = f"{SIMULATOR}/admission.pyx"  # of the simulator itself ...
-ADMITTED = (
-    "../../../hvd_adpsgd/joining/decisions.py"  # ... and the decisions, which the library shares
-)
+# ... and the decision, which the library shares
+ADMITTED = "../../../hvd_adpsgd/joining/decision.py"
 STREAMS = (
     f"{SIMULATOR}/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares
 )
@@ -208,22 +207,20 @@ MUTANTS = (
     Mutant("a newcomer gets the model of one member, not the mean", ADMISSION, "for q in m.members], axis=0)",
         "for q in m.members[:1]], axis=0)"),
     Mutant("a member goes over without the decision", ADMISSION,
-        "        return say(job, p, m.states[p].votes(not refused))\n",
-        "        say(job, p, m.states[p].votes(not refused))\n"
-        "        if m.states[p].stage is MemberStage.VOTED:\n"
-        "            m.states[p].goes_over(True, members)\n"
+        "        return vote(job, p, not refused)\n",
+        "        vote(job, p, not refused)\n"
+        "        if m.states[p] == VOTED:\n"
+        "            m.states[p] = OVER\n"
         "            go_over(job, p)\n"
         "        return 0\n"),
     Mutant("members go over although one has voted no", ADMITTED,
-        "        return all_made and frozenset(members) == self.members\n",
-        "        return frozenset(members) == self.members\n"),
+        "    return all_made and set(voted) == set(asked)\n", "    return set(voted) == set(asked)\n"),
     Mutant("members go over although one of them was lost", ADMITTED,
-        "        return all_made and frozenset(members) == self.members\n", "        return all_made\n"),
+        "    return all_made and set(voted) == set(asked)\n", "    return all_made\n"),
     Mutant("an old engine is left while its exchanges run", ADMISSION, "        begin_rest(job, i)\n",
         "        a.doing = TAKE_IN\n        job.again(i, 0)\n"),
-    Mutant("a newcomer whose giver is lost waits for its model", ADMITTED,
-        "        if self.stage is not JoinerStage.TRAINS:\n",
-        "        if self.stage not in (JoinerStage.IN, JoinerStage.TRAINS):\n"),
+    Mutant("a newcomer whose giver is lost waits for its model", ADMISSION,
+        "(kind == LOST and m.joiner != TRAINS)", "(kind == LOST and m.joiner < IN)"),
     Mutant("what was lost with a connection is not sent again", "unconfirmed.pyx",
         "    u.resumes = u.first != u.unsent\n", "    u.resumes = False\n"),
     Mutant("what the peer has is sent again", "unconfirmed.pyx", "    while more > 0:\n",

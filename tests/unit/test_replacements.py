@@ -3,6 +3,7 @@
 import pytest
 
 from hvd_adpsgd.joining.candidates import _moved
+from hvd_adpsgd.joining.decision import all_switch
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch.world import Placement
 
@@ -89,3 +90,9 @@ def test_on_another_host_it_shares_devices_that_are_there() -> None:
     moved = _moved(tuple(smaller), groups[1], 0)
     assert [p.local_rank for p in moved[4:]] == [0, 1, 0, 1]
     assert _moved(moved, groups[1], 1) == moved
+
+
+def test_members_switch_if_all_have_voted_yes_and_none_was_lost() -> None:
+    assert all_switch(True, (3, 1, 0), (0, 1, 3))
+    assert not all_switch(False, (0, 1, 3), (0, 1, 3))
+    assert not all_switch(True, (0, 3), (0, 1, 3))

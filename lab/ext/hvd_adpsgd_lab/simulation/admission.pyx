@@ -4,7 +4,7 @@
 
 The joining super learner is called newcomer here; newcomers.pyx lets several join one after the other. The steps
 are those of joining/admission.py and joining/reconnect.py, with real engines, the real agreement, and the real
-decisions (joining/decisions.py):
+decision (joining/decision.py):
 
     each member                                             the newcomer
     before the same step: pauses its engine, and
@@ -26,12 +26,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvd_adpsgd.joining.decisions import MOVE_S, Member, MemberStage
+from hvd_adpsgd.joining.decision import MOVE_S, all_switch
 
 from hvd_adpsgd.engine.loop cimport begin_turns
 from hvd_adpsgd_lab.simulation.chance cimport between, happens, uniform
 from hvd_adpsgd_lab.simulation.network cimport LATE, cut_until, enter
-from hvd_adpsgd_lab.simulation.newcomers cimport Admission, Newcomers, is_in_stage, open_next
+from hvd_adpsgd_lab.simulation.newcomers cimport (
+    ASKED, IN, MAKES, OUT, OVER, RESTS, TRAINS, VOTED, WAITS, Admission, Newcomers, open_next)
 from hvd_adpsgd_lab.simulation.promises cimport check_joined, check_moved
 from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory
 from hvd_adpsgd_lab.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
@@ -70,7 +71,7 @@ cdef int come(JobState job, int i) except -1:
             job.local.after_pause(a.process)
             refresh(job, i, a.step - 1)
         a.doing = AWAIT_ALL
-        m.states[a.process] = Member()
+        m.states[a.process] = RESTS
         say(job, a.process, True)
     return 0
 
@@ -78,26 +79,32 @@ cdef int come(JobState job, int i) except -1:
 cdef int say(JobState job, int p, bint flag) except -1:
     """Vote in the current decision: for decision 0 at rest, for decision 1 ready to switch."""
     cdef Admission m = job.admission
-    if flag and m.states[p].stage is MemberStage.VOTED:
+    if flag and m.states[p] == VOTED:
         m.ready.add(p)
     m.agreements[p].vote(flag)
     return act_on(job, p)
 
 
+cdef int vote(JobState job, int p, bint made) except -1:
+    """Vote on the admission: whether the engine of a member was made, and, with the giver, the newcomer's."""
+    cdef Admission m = job.admission
+    m.states[p] = VOTED
+    return say(job, p, made)
+
+
 cdef int act_on(JobState job, int p) except -1:
     """Send the agreement's messages, and act on a decision that has been made."""
     cdef Admission m = job.admission
-    agreement, member = m.agreements[p], m.states[p]
+    agreement = m.agreements[p]
     for peer, message in agreement.take_outgoing():
         post(job, p, m.order[peer], AGREES, message)
-    if member is None:
-        return 0
-    if member.stage is MemberStage.RESTS and agreement.number == 1:
+    if m.states[p] == RESTS and agreement.number == 1:
         prepare(job, p, staying(job, decided(job, agreement, 0)))
-    elif member.stage is MemberStage.VOTED and agreement.number == 2:
+    elif m.states[p] == VOTED and agreement.number == 2:
         decision = decided(job, agreement, 1)
         living = staying(job, decision)
-        conclude(job, p, member.goes_over(decision.flag, living), m.ready.intersection(living))
+        m.states[p] = OVER
+        conclude(job, p, all_switch(decision.flag, living, m.members), m.ready.intersection(living))
         open_next(job)
     return 0
 
@@ -125,13 +132,13 @@ cdef int prepare(JobState job, int p, list members) except -1:
         m.giver = members[0]
         make_engines(job)
     begin(job, m.places[p])
-    m.states[p].begins(members)
+    m.states[p] = MAKES
     if p != m.giver:
         refused = happens(&job.net.chance, REFUSED) and job.local is None
-        return say(job, p, m.states[p].votes(not refused))
+        return vote(job, p, not refused)
     m.values = np.mean([job.models[job.seats[q]].astype(np.float64) for q in m.members], axis=0)
     if m.newcomer_lost:
-        return say(job, p, m.states[p].votes(False))
+        return vote(job, p, False)
     post(job, p, m.newcomer, INVITED, None)
     post_later(job, p, NO_MORE, job.leave_deadline_s)
     return 0
@@ -270,18 +277,17 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
     cdef Newcomers them = job.newcomers
     cdef int at = job.seats[m.newcomer], old
     cdef Actor* a = &job.actors[at]
-    joiner = m.joiner
-    if joiner.is_out:
+    if m.joiner == OUT:
         return 0
     if kind == INVITED:
-        joiner.offered()
+        m.joiner = ASKED
         begin(job, at)
         post(job, m.newcomer, m.giver, READY, None)
         post_later(job, m.newcomer, NO_MORE, 2 * job.leave_deadline_s)
     elif kind == IS_IN:
-        joiner.let_in()
+        m.joiner = IN
     elif kind == GIFT:
-        joiner.received()
+        m.joiner = TRAINS
         step, values = content
         job.models[at][...] = values
         if job.checks:
@@ -296,11 +302,8 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
         job.note("join | the newcomer begins")
         job.again(at, between(&job.chance, 20e-6, 200e-6))
         open_next(job)
-    elif kind == NO_MORE:
-        joiner.times_out()
-    elif kind == LOST:
-        joiner.is_abandoned()
-    if joiner.is_out:
+    elif (kind == NO_MORE and m.joiner in (WAITS, ASKED)) or (kind == LOST and m.joiner != TRAINS):
+        m.joiner = OUT
         job.note("join | the newcomer gives up")
         if not a.absent:
             a.done_at = job.net.now_s
@@ -372,8 +375,8 @@ cdef int read_letter(JobState job, int admission, int which) except -1:
         m.agreements[dst].failed(m.place_of[src])
     elif kind == PACKED:
         post(job, dst, m.newcomer, GIFT, m.gift)
-    elif dst == m.giver and kind in (READY, NO_MORE, LOST) and is_in_stage(m.states[dst], MemberStage.MAKES):
-        return say(job, dst, m.states[dst].votes(kind == READY))
+    elif dst == m.giver and kind in (READY, NO_MORE, LOST) and m.states[dst] == MAKES:
+        return vote(job, dst, kind == READY)
     return act_on(job, dst)
 
 
@@ -406,5 +409,5 @@ cdef void tell_lost(JobState job, int i, int who):
     cdef int p = job.actors[i].process, q = job.actors[who].process
     if m is None or p == q or not all(each in m.place_of or each == m.newcomer for each in (p, q)):
         return
-    if p == m.newcomer or q == m.newcomer or not is_in_stage(m.states[p], MemberStage.OVER):
+    if p == m.newcomer or q == m.newcomer or m.states[p] != OVER:
         deliver(job, q, p, LOST, None, job.net.now_s)

@@ -6,7 +6,6 @@ A newcomer is a joining super learner. Each has an Admission, the record that ad
 one begins when it is over on all its processes.
 """
 
-from hvd_adpsgd.joining.decisions import Joiner, JoinerStage, MemberStage
 from hvd_adpsgd.engine.agreement import Agreement
 
 from hvd_adpsgd.engine.mailbox cimport HISTOGRAM, Counters
@@ -36,8 +35,8 @@ cdef class Admission:
         self.order, self.newcomer, self.number = order, newcomer, -1
         self.place_of = {p: i for i, p in enumerate(order)}
         self.agreements = {p: Agreement(len(order), i) for i, p in enumerate(order)}
-        self.states = dict.fromkeys(order)
-        self.joiner = Joiner()
+        self.states = dict.fromkeys(order, AWAY)
+        self.joiner = WAITS
         self.ready = set()
         self.first = -1
         self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
@@ -91,10 +90,10 @@ cdef bint is_settled(JobState job):
     cdef Admission m = job.admission
     cdef int at = job.seats[m.newcomer]
     for p in m.order:
-        if runs(job, job.seats[p]) and not is_in_stage(m.states[p], MemberStage.OVER):
+        if runs(job, job.seats[p]) and m.states[p] != OVER:
             return False
-    return (at < 0 or not runs(job, at) or m.joiner.stage is JoinerStage.TRAINS
-            or (m.joiner.is_out and job.actors[at].absent))
+    return (at < 0 or not runs(job, at) or m.joiner == TRAINS
+            or (m.joiner == OUT and job.actors[at].absent))
 
 
 cdef bint renew(JobState job) except -1:
@@ -127,8 +126,8 @@ cdef int engines_in_use(JobState job) except -2:
     """Return the lowest index of the engines that the admission has left in use; -1 if all have failed."""
     cdef Admission m = job.admission
     cdef int i
-    stay = [job.seats[p] for p in m.order if is_in_stage(m.states[p], MemberStage.OVER)]
-    if m.joiner.stage is JoinerStage.TRAINS:
+    stay = [job.seats[p] for p in m.order if m.states[p] == OVER]
+    if m.joiner == TRAINS:
         stay.append(job.seats[m.newcomer])
     return next((job.actors[i].first for i in stay if not job.actors[i].dead), -1)
 
@@ -208,6 +207,3 @@ cdef void begin_admission(JobState job, int number):
     for i in living:
         job.actors[i].meets_at = job.actors[i].step + 1
 
-
-cdef bint is_in_stage(member, stage):
-    return member is not None and member.stage is stage
