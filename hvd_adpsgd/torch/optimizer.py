@@ -35,7 +35,12 @@ from hvd_adpsgd.torch.optimizer_arguments import (
     require_shareable_moments,
     trained_tensors,
 )
-from hvd_adpsgd.torch.plain_optimizer import Alone, PlainReducer, order_of, say_nothing_to_average
+from hvd_adpsgd.torch.plain_optimizer import (
+    Alone,
+    PlainReducer,
+    local_peers,
+    say_nothing_to_average,
+)
 from hvd_adpsgd.training import checkpoint
 from hvd_adpsgd.training.async_mean import serve_means
 from hvd_adpsgd.training.averaging import Averaging
@@ -174,7 +179,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         say_nothing_to_average(world, spec.strategy)
         wrapped._alone = Alone(world, spec)
         if ranks is horovod.global_process_set and not combines_steps:
-            reducer.order = order_of(world)
+            reducer.inner = local_peers(world)
         if not (spec.averages_gradients or spec.is_sharded):
             wrapped.register_step_pre_hook(wrapped._alone.compare)
         bind(optimizer, wrapped, lambda its: its._alone.is_in_use)

@@ -19,44 +19,52 @@ from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.peer_watch import watch_peers
 from hvd_adpsgd.training.reducer import Group, Reducer
 from hvd_adpsgd.training.sharded import require_not_replaced
-from hvd_adpsgd.training.step_order import StepOrder
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 
 log = logging.getLogger("hvd_adpsgd")
 
 
-_order: StepOrder | None = None  # of the steps of all optimizers, in the World of `order_of`
+class _AllSteps:
+    """The steps of all optimizers, which nothing stops; `step` counts averaged sets of gradients."""
+
+    number = step = 0
+
+    def retire(self, why: str) -> None: ...
+
+    stop = retire
 
 
-def order_of(world: World) -> StepOrder | None:
+_inner: SuperLearner | None = None  # of all optimizers, in the World of `local_peers`
+
+
+def local_peers(world: World) -> SuperLearner | None:
     """Return what ends a wait for a peer that makes fewer steps; None alone, and without shared memory."""
-    global _order
+    global _inner
     if world.inner_size == 1 or len({placement.host for placement in world.placements}) > 1:
         return None
-    if _order is None or _order.super_learner.world is not world:
-        inner = SuperLearner(world, world.config, lambda: inner.mates.sets, lambda why: None)
-        _order = StepOrder(inner, lambda: 0, False, lambda why: None)
-        world.collectives.asked.append(inner.mates.asks)
-        world.collectives.steps.append(_order.averaged_sets)
-        watch_peers(inner)
-    return _order
+    if _inner is None or _inner.world is not world:
+        _inner = SuperLearner(world, _AllSteps())
+        world.collectives.asked.append(_inner.mates.asks)
+        world.collectives.steps.append(_inner.averaged_sets)
+        watch_peers(_inner)
+    return _inner
 
 
 class PlainReducer(Reducer):
-    """Averages the gradients of an optimizer in a job of one super learner; `order`: see `order_of`."""
+    """Averages the gradients of an optimizer in a job of one super learner; `inner`: see `local_peers`."""
 
-    order: StepOrder | None = None
+    inner: SuperLearner | None = None
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[StepOrder | None]:
-        """Yield the order, if its World is the present one; raise what has ended the super learner, if so."""
+    def _inside(self) -> Iterator[SuperLearner | None]:
+        """Yield `inner`, if its World is the present one; raise what has ended the super learner, if so."""
         world = worlds.is_initialized() and worlds.current()
-        order = self.order if self.order and self.order.super_learner.world is world else None
-        require_whole = order.super_learner.require_whole if order else bool
+        inner = self.inner if self.inner and self.inner.world is world else None
+        require_whole = inner.require_whole if inner else bool
         require_whole()  # Horovod may be over, and wait for ever
         try:
-            yield order
+            yield inner
         except (horovod.HorovodInternalError, ValueError):  # ValueError: Horovod was shut down
             require_whole()
             raise
@@ -70,13 +78,14 @@ class PlainReducer(Reducer):
             super().before_zero_grad()
 
     def finish(self) -> None:
-        with self._inside() as order:
-            if order is not None:
-                order.super_learner.mates.submitted()
-                order.await_mates(self.is_reduced)
+        with self._inside() as inner:
+            if inner is not None:
+                inner.mates.submitted()
+                inner.await_mates(self.is_reduced)
             super().finish()
-            if order is not None:
-                order.super_learner.mates.averaged()
+            if inner is not None:
+                inner.mates.averaged()
+                inner.steps.step = inner.mates.sets
 
 
 class Alone:

@@ -28,7 +28,6 @@ from hvd_adpsgd.training.first_models import FirstModels
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
 from hvd_adpsgd.training.shared_moments import SharedMoments
-from hvd_adpsgd.training.step_order import StepOrder
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
@@ -55,7 +54,6 @@ class Averaging:
         engines: makes, replaces and stops the engine.
         share: chooses the share of the model that exchanges move; None where it is given.
         first_models: finds a forgotten broadcast of the model.
-        order: checks the order of steps and operations over all learners.
         stopped: why averaging has stopped; "" while it runs.
         at_stop: functions that `stop` calls.
         at_boundary: called at the end of a step, when the model is offered, a few times a second.
@@ -98,14 +96,9 @@ class Averaging:
         self._steps = None if self.plan.in_step is None else Steps()
         self._averages_gradients = spec.strategy.averages == "gradients"
         self.tensors = AveragedTensors(world, spec, self.rule.averaged(), self.rule.moments)
-        self.super_learner = SuperLearner(world, spec.config, lambda: self.step, self.stop)
+        self.super_learner = SuperLearner(world, self, self.plan.in_step is not None)
         self.first_models = FirstModels(world, spec, self.super_learner.mates)
-        self.order = StepOrder(
-            self.super_learner, lambda: self.number, self.plan.in_step is not None, self.retire
-        )
-        self.engines = Engines(
-            self.super_learner, spec, self.tensors, self.record, self.order.require_step
-        )
+        self.engines = Engines(self.super_learner, spec, self.tensors, self.record)
         self.engine = self.engines.current
 
     @property
@@ -177,7 +170,7 @@ class Averaging:
         # with several learners before_gradient() has checked the tensors
         if self.world.inner_size == 1:
             self.tensors.parameters.check()
-        self.order.thread = threading.get_ident()
+        self.super_learner.thread = threading.get_ident()
         if self.restart and not self.step:
             self.first_models.before_first_step()
         if self.restart:
@@ -216,7 +209,7 @@ class Averaging:
         self.super_learner.mates.submitted()
         with self.record.part("inner_allreduce", self.step):
             if are_averaged is not None:
-                self.order.await_mates(are_averaged)
+                self.super_learner.await_mates(are_averaged)
             with self.super_learner.reducing():
                 yield
         self._submitted = 0
@@ -315,7 +308,7 @@ class Averaging:
         """Begin the round that is due after this step, if any; wait for the round if `Rounds.waits`."""
         if not rounds.is_due(self.step):
             return
-        self.order.begun = self.step
+        self.super_learner.begun = self.step
         self.engine.rounds.begin(self.step // rounds.period)
         if not rounds.waits:
             return

@@ -29,7 +29,6 @@ class Engines:
         spec: what is averaged, and how.
         tensors: the averaged tensors.
         record: timeline of the steps, which also gets the engine's events.
-        look: called while an engine waits for a round: see StepRounds.look.
 
     Attributes:
         tells: whether this learner's engine tells of peers.
@@ -42,10 +41,9 @@ class Engines:
         spec: AveragingSpec,
         tensors: AveragedTensors,
         record: StepRecord,
-        look: Callable[..., None],
     ):
         self._super_learner, self._strategy, self._tensors = super_learner, spec.strategy, tensors
-        self._record, self._look = record, look
+        self._record = record
         self.tells = super_learner.world.is_leader or tensors.are_sharded
         self._config = _with_chunks_for(spec.config, tensors.specs[0])
         self._ahead: Memory | None = None
@@ -143,7 +141,7 @@ class Engines:
         """Stop the engine, which notifies the peers, and free its memory; takes bounded time."""
         world = self._world
         self.current.stop(broken=world.teardown.fails or self._has_lost_a_learner())
-        self._world.membership.update(self.peer_news(), self._super_learner.step(), ends=True)
+        self._world.membership.update(self.peer_news(), self._super_learner.steps.step, ends=True)
         self.current.memory.own.training = self._world.membership.training_count
         if not world.teardown.has_begun:
             world.membership.rejoin()
@@ -191,7 +189,7 @@ class Engines:
             memory=memory,
             shards=self._tensors.shards,
         )
-        engine.rounds.look = self._look
+        engine.rounds.look = self._super_learner.require_step
         try:
             with meeting_of(world, "averaging", "wrapping"):
                 for specs in self._tensors.specs if memory is None else ():

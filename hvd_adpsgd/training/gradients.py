@@ -5,11 +5,9 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-from hvd_adpsgd.engine.shared_memory import shared_table
 
 Parameters = Iterable[torch.Tensor]
 
@@ -151,36 +149,7 @@ class Gradients:
         self.drop()
 
 
-COLUMNS = (("stepped", "i8", 2), ("bits", "i8", 2))  # of Replacements, for even and for odd sets
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Replacements:
-    """Detects if learners of a super learner replace averaged gradients by different ones before a step.
-
-    Each learner writes a checksum of the gradients with which it steps into shared memory. All compare these
-    after the next all-reduce, which no learner enters before its step; so no learner waits to compare, and
-    all get the same result. A checksum is overwritten two sets later, when every learner has compared it: two
-    entries per learner are enough.
-
-    Args:
-        inner: communicator of the super learner (mpi4py).
-        rank: rank of this learner in `inner`.
-    """
-
-    def __init__(self, inner: Any, rank: int):
-        self._rows = shared_table(COLUMNS, inner)
-        self._mine = self._rows[rank]
-
-    def step(self, sets: int, replaced: Iterable[torch.Tensor]) -> None:
-        """Write a checksum of gradients that replace averaged ones in a step, after `sets` averaged sets."""
-        self._mine["stepped"][sets % 2] = sets + 1
-        self._mine["bits"][sets % 2] = bits_of(replaced)
-
-    def differ(self, sets: int) -> bool:
-        """Whether learners stepped with different gradients in place of averaged ones, after `sets` sets."""
-        stepped = self._rows["stepped"][:, sets % 2] == sets + 1
-        return len(set(self._rows["bits"][stepped, sets % 2])) > 1
 
 
 def bits_of(tensors: Iterable[torch.Tensor]) -> int:

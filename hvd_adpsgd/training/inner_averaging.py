@@ -18,7 +18,7 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch.torch_group import abort_group, has_aborted
 from hvd_adpsgd.polling import polls
 from hvd_adpsgd.training.averaging import Averaging
-from hvd_adpsgd.training.gradients import REQUIRES_GRAD
+from hvd_adpsgd.training.gradients import REQUIRES_GRAD, bits_of
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.reducer import Group, Reducer, lay_out_gradients
 from hvd_adpsgd.training.super_learner import SuperLearner
@@ -97,8 +97,8 @@ class AveragingReducer(Reducer):
         if self.synchronizes and (is_pending or not gradients.averaged):
             self._average(unscaled=is_pending and _is_called_by_scaler())
         if averaging.world.inner_size > 1:
-            inner = averaging.super_learner
-            inner.replacements.step(inner.mates.sets, gradients.replaced(self._reduced()))
+            replaced = gradients.replaced(self._reduced())
+            averaging.super_learner.mates.steps_with(bits_of(replaced))
         gradients.release()
         self.is_synchronized = False
 
@@ -151,7 +151,7 @@ class AveragingReducer(Reducer):
         with averaging.reducing(len(self.trained), again, are_averaged):
             self.finish()
         refusing = mates.refusing()
-        differ = averaging.super_learner.replacements.differ(mates.sets - 1)
+        differ = mates.differ()
         if refusing or differ:
             gradients.forget()
         if differ:
@@ -201,12 +201,12 @@ class AveragingReducer(Reducer):
             with inner.reducing():
                 _await_devices(self.param_groups, inner)
         if compares:
-            inner.replacements.step(number, gradients_of(self.param_groups))
+            inner.mates.steps_with(bits_of(gradients_of(self.param_groups)))
         with averaging.reducing(len(self.names), are_averaged=inner.has_failed):
             inner.require_alive()
         self.is_synchronized = False
         averaging.require_finite_shards()
-        if compares and inner.replacements.differ(number):
+        if compares and inner.mates.differ():
             refuse_different(self.param_groups, averaging.step, averaging.world.super_rank)
 
     def first_by_name(self, parameters: list[torch.Tensor]) -> str:

@@ -19,7 +19,7 @@ from hvd_adpsgd.polling import polls
 COLUMNS = (
     *((name, "i8") for name in ("complete", "joined", "asked", "closed", "quorum")),
     ("model", "f8"),
-    ("refused", "i8", 2),
+    *((name, "i8", 2) for name in ("refused", "stepped", "bits")),
 )
 _CLOSES, _ENDS = 1, 2
 
@@ -40,6 +40,8 @@ class Mates:
         refused     1 + the last set that the learner averages but does not step with; two numbers, for even
                     and for odd sets: a learner may refuse the next set before its mates have read the column,
                     but not the one after that
+        stepped     1 + the last set with which the learner has made a step; two numbers as well
+        bits        checksum of the gradients with which it replaced averaged ones in that step
 
     Args:
         inner: communicator of the super learner (mpi4py).
@@ -120,6 +122,21 @@ class Mates:
         refused = self._rows["refused"][:, (self.sets - 1) % 2]
         ranks: list[int] = np.flatnonzero(refused == self.sets).tolist()
         return ranks
+
+    def steps_with(self, bits: int) -> None:
+        """Record, at a step, a checksum of the gradients that the script has set in place of averaged ones.
+
+        All compare these after the next all-reduce, which no learner enters before its step: so no learner
+        waits to compare, and all get the same result.
+        """
+        self._mine["bits"][self.sets % 2] = bits
+        self._mine["stepped"][self.sets % 2] = self.sets + 1
+
+    def differ(self) -> bool:
+        """Whether learners made the step before the last set with different checksums; see `steps_with`."""
+        last = self.sets - 1
+        stepped = self._rows["stepped"][:, last % 2] == self.sets
+        return len(set(self._rows["bits"][stepped, last % 2])) > 1
 
     def loses_quorum(self) -> None:
         """Record, before submitting a gradient of the present set, that no learner may step with that set."""

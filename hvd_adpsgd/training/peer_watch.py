@@ -143,7 +143,7 @@ class _PeerWatch:
         super_learner = self._super_learner()
         if super_learner is None:
             return "after training", None
-        return f"step {super_learner.step()}", super_learner.mates
+        return f"step {super_learner.steps.step}", super_learner.mates
 
     def _operations_begun(self) -> Made:
         return Made(_COUNTED, self._thread, self._begun())

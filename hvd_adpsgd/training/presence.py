@@ -127,15 +127,15 @@ def stop_dropped() -> None:
 
 def register(averaging: Averaging) -> None:
     """Register an Averaging, until it stops, for calls at shutdown, on SIGTERM and around collectives."""
-    world, order, engines = averaging.world, averaging.order, averaging.engines
+    world, inner, engines = averaging.world, averaging.super_learner, averaging.engines
     entries: list[tuple[list[Any], Callable[..., Any]]] = [
         (world.membership.sources, engines.peer_news),
-        (world.collectives.asked, averaging.super_learner.mates.asks),
-        (world.collectives.steps, order.averaged_sets),
+        (world.collectives.asked, inner.mates.asks),
+        (world.collectives.steps, inner.averaged_sets),
     ]
     if averaging.plan.in_step is not None:
         entries.append((world.collectives.before, averaging.catch_up))
-        entries.append((world.collectives.steps, order.made))
+        entries.append((world.collectives.steps, inner.made))
 
     def forget() -> None:
         for called, mine in entries:

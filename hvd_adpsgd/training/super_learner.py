@@ -1,14 +1,24 @@
-"""The learners of one super learner; turns the failure of one of them into a LearnerFailedError."""
+"""The learners of one super learner; turns waits for them that cannot end into errors.
+
+A step waits for gradients of the other learners of the super learner, and, with strategies in step, for steps
+of other super learners. An operation over all learners waits for all of them. Where one learner waits in a
+step for another one that waits in an operation for the first, both raise CollectiveMismatchError. Where a
+learner has failed, the others raise LearnerFailedError.
+"""
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from hvd_adpsgd.collectives import of_communicator
-from hvd_adpsgd.config import Config
+from hvd_adpsgd.collectives.collectives import Made
 from hvd_adpsgd.engine.failures import mpi_failures
 from hvd_adpsgd.errors import (
     AdpsgdError,
+    CollectiveMismatchError,
     LearnerFailedError,
     NotInitializedError,
     PeerFailedError,
@@ -19,10 +29,29 @@ from hvd_adpsgd.inner.horovod import HorovodInternalError
 from hvd_adpsgd.launch.torch_group import abort_group
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
-from hvd_adpsgd.training.gradients import Replacements
+from hvd_adpsgd.polling import polls
 from hvd_adpsgd.training.mates import Mates
 
 _LOOK_S = 0.05  # pause between two looks for failed learners
+# Seconds in a wait for a local peer: until the first check whether it waits in an operation, and between two.
+_LATE_S, _AGAIN_S = 1.0, 0.1
+_FAILED = "a learner of this super learner failed"
+
+
+class Steps(Protocol):
+    """The steps of one optimizer, such as those of an Averaging: their number, and how they end.
+
+    Attributes:
+        number: number of the optimizer's Averaging, equal on all learners.
+        step: number of steps made.
+    """
+
+    number: int
+    step: int
+
+    def retire(self, why: str) -> None: ...
+
+    def stop(self, why: str) -> None: ...
 
 
 class SuperLearner:
@@ -32,31 +61,28 @@ class SuperLearner:
 
     Args:
         world: the World of this learner.
-        config: the options of the optimizer.
-        step: returns the number of steps made.
-        stop: stops the averaging; called with the reason.
+        steps: those that the learners make together.
+        in_step: whether super learners wait for steps of each other.
 
     Attributes:
-        world, step: see the arguments.
+        world, steps: see the arguments.
         mates: how far the other learners are in gradients and operations.
-        replacements: compares, between the learners, the gradients that the script set in place of averages.
+        begun: number of the step whose round was begun last.
+        thread: the thread that makes the steps.
         waits: whether this learner waits for gradients of the others.
         broken: the error that further steps raise, if another thread has found that none can be made.
         find_cause: sets `broken` if another learner has detected an error that ends this super learner.
     """
 
-    def __init__(
-        self, world: World, config: Config, step: Callable[[], int], stop: Callable[[str], None]
-    ):
-        self.world, self.step = world, step
+    def __init__(self, world: World, steps: Steps, in_step: bool = False):
+        self.world, self.steps, self._in_step = world, steps, in_step
         self._look, self._failed = time.monotonic() + _LOOK_S, False
-        self._deadline_s, self._quorum, self._stop = config.deadline_s, config.quorum, stop
+        self.begun, self.thread = 0, threading.get_ident()
         self.waits = False
         self.broken: AdpsgdError | None = None
         self.find_cause: Callable[[], object] = lambda: None
         with meeting_of(world, "averaging", "wrapping"):
             self.mates = Mates(world.inner, world.inner_rank)
-            self.replacements = Replacements(world.inner, world.inner_rank)
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
@@ -79,7 +105,7 @@ class SuperLearner:
             is_over = "shut down" in str(error)
             if ended and is_over:
                 raise self.ended_early(ended) from None
-            failed = self.world.failed_inside(self._deadline_s)
+            failed = self.world.failed_inside(self.world.config.deadline_s)
             if not failed and not is_over:
                 raise
             raise self._broken(failed) from None
@@ -102,15 +128,9 @@ class SuperLearner:
         if self._failed:
             raise HorovodInternalError("a learner of the super learner has ended")
 
-    @contextlib.contextmanager
-    def meeting(self, doing: str) -> Iterator[None]:
-        """Context manager around MPI collectives in the super learner; `doing` names them in messages.
-
-        Raises:
-            LearnerFailedError: if a learner of this super learner has ended.
-        """
-        with _if_a_learner_failed(self.world, self._deadline_s, self._broken), mpi_failures(doing):
-            yield
+    def meeting(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context manager as `meeting_of`, which stops the averaging before it raises."""
+        return meeting_of(self.world, doing, f"step {self.steps.step}", self.steps.stop)
 
     def barrier(self) -> None:
         """Wait until all learners of the super learner have entered this barrier."""
@@ -118,15 +138,17 @@ class SuperLearner:
             of_communicator.barrier(self.world.inner)
 
     def _broken(self, failed: set[int]) -> AdpsgdError:
-        error = leaves(self.world, f"step {self.step()}", failed)
-        self._stop("a learner of this super learner failed")
+        error = leaves(self.world, f"step {self.steps.step}", failed)
+        self.steps.stop(_FAILED)
         return error
 
     def ended_early(self, peers: Sequence[int]) -> AdpsgdError:
         """Let the super learner leave, as local peers (inner ranks) have ended; return the error to raise."""
         steps = self.mates.submitted_by(peers[0])
-        error = leaves_early(self.world, f"step {self.step()}", peers[0], f" after {steps} steps")
-        self._stop("a learner of this super learner has ended its training")
+        error = leaves_early(
+            self.world, f"step {self.steps.step}", peers[0], f" after {steps} steps"
+        )
+        self.steps.stop("a learner of this super learner has ended its training")
         return error
 
     def require_joined(self, also_before: bool = False) -> None:
@@ -154,7 +176,7 @@ class SuperLearner:
 
     @property
     def _is_minority(self) -> bool:
-        return self._quorum is not None and self.world.membership.is_minority
+        return self.world.config.quorum is not None and self.world.membership.is_minority
 
     def require_quorum(self) -> None:
         """Raise QuorumLostError, after a step's all-reduce, if this super learner is in a minority.
@@ -165,35 +187,116 @@ class SuperLearner:
         alone = self.world.inner_size == 1
         if self._is_minority if alone else self.mates.lack_quorum:
             raise QuorumLostError(
-                f"step {self.step()}, super learner {self.world.super_rank}: half or more of the "
+                f"step {self.steps.step}, super learner {self.world.super_rank}: half or more of the "
                 "super learners have failed, or a cut network hides them, and HVD_ADPSGD_QUORUM is majority. "
                 "The model is that before this step: save a checkpoint and exit. Start the job again from "
                 "the newest one."
             )
 
+    def averaged_sets(self) -> Made:
+        """Return the number of averaged sets of gradients, also of those whose step() was skipped.
+
+        An entry of `Collectives.steps`.
+        """
+        return Made((self.steps.number, "sets"), self.thread, self.mates.sets)
+
+    def made(self) -> Made:
+        """Return the number of steps; an entry of `Collectives.steps`."""
+        return Made((self.steps.number, "steps"), self.thread, self.steps.step)
+
+    def await_mates(self, are_averaged: Callable[[], bool]) -> None:
+        """Wait until every learner of the super learner has submitted its gradients.
+
+        Args:
+            are_averaged: tells whether Horovod has finished with the gradients, with or without an error.
+
+        Raises:
+            CollectiveMismatchError: if a learner of the super learner never submits its gradients.
+            LearnerFailedError: if it has entered shutdown().
+        """
+        look = time.monotonic() + _LATE_S
+        try:
+            for _ in polls():
+                if not (late := self.mates.late()) or are_averaged():
+                    break
+                self.waits = True
+                if time.monotonic() > look:
+                    self._require_mates(late)
+                    look = time.monotonic() + _AGAIN_S
+        except ValueError:  # Horovod was shut down
+            self.require_whole()
+            raise
+        finally:
+            self.waits = False
+
+    def _require_mates(self, late: list[int]) -> None:
+        """Raise CollectiveMismatchError if a learner in `late` (inner ranks) never submits its gradients."""
+        mates, world = self.mates, self.world
+        self.require_whole()
+        ranks = world.groups[world.super_rank]
+        if ended := mates.have_ended(late):
+            raise self.ended_early(ended)
+        for mate in mates.have_closed(late):
+            raise horovods(CollectiveMismatchError)(
+                f"step {self.steps.step}, learner {world.rank}: learner {ranks[mate]}, of the same super "
+                "learner, makes no more steps with this optimizer: it has closed it after "
+                f"{mates.submitted_by(mate)} steps, or has left after an error (see its output). Make the "
+                "same number of steps on all learners of a super learner, then close."
+            )
+        try:
+            awaited = [ranks[mate] for mate in late]
+            world.collectives.require_step(self.averaged_sets().of, mates.sets, awaited)
+        except CollectiveMismatchError as error:
+            # the round of this step needs that learner, so the round can never run
+            if self._in_step:
+                self._withdraw(error)
+            raise horovods(CollectiveMismatchError)(*error.args) from None
+
+    def require_step(self, peers: Collection[int] | None) -> None:
+        """Raise CollectiveMismatchError if a peer of the round waits in an operation for this learner.
+
+        Called again and again while the round waits; see Collectives.require_step.
+
+        Args:
+            peers: super_ranks of the super learners that the round waits for; None for all.
+        """
+        world = self.world
+        numbers = range(len(world.groups)) if peers is None else peers
+        leaders = [world.groups[peer][0] for peer in numbers]
+        try:
+            world.collectives.require_step(self.made().of, self.begun, leaders)
+        except CollectiveMismatchError as error:
+            if world.inner_size > 1:  # the other learners of the super learner wait for this step
+                self._withdraw(error)
+            raise horovods(CollectiveMismatchError)(*error.args) from None
+
+    def _withdraw(self, error: CollectiveMismatchError) -> None:
+        """Let this learner make no more steps, and take part in no more operations over all learners."""
+        self.mates.closes()
+        self.steps.retire("a step and an operation waited for each other")
+        self.world.collectives.leave(error)
+
 
 @contextlib.contextmanager
-def meeting_of(world: World, doing: str, where: str) -> Iterator[None]:
-    """As `SuperLearner.meeting`, where there may be no wrapped optimizer; `where` is for messages, too."""
-    seconds = world.config.deadline_s  # until MPI reports which learner has failed
-    broken = _if_a_learner_failed(world, seconds, lambda failed: leaves(world, where, failed))
-    with broken, mpi_failures(doing):
-        yield
-
-
-@contextlib.contextmanager
-def _if_a_learner_failed(
-    world: World, seconds: float, error: Callable[[set[int]], AdpsgdError]
+def meeting_of(
+    world: World, doing: str, where: str, stop: Callable[[str], object] = bool
 ) -> Iterator[None]:
-    """Raise `error(ranks)` in place of a PeerFailedError if learners of this super learner have failed."""
+    """Context manager around MPI collectives in the super learner; `doing` and `where` are for messages.
+
+    Raises:
+        LearnerFailedError: if a learner of this super learner has ended, after a call of `stop(reason)`.
+    """
     try:
-        yield
+        with mpi_failures(doing):
+            yield
     except PeerFailedError:
         preemption.block_if_leaving()
-        failed = world.failed_inside(seconds)
-        if not failed:
+        # MPI reports within that time which learner has failed
+        if not (failed := world.failed_inside(world.config.deadline_s)):
             raise
-        raise error(failed) from None
+        error = leaves(world, where, failed)
+        stop(_FAILED)
+        raise error from None
 
 
 def leaves(world: World, where: str, failed: set[int]) -> AdpsgdError:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adpsgd.training import gradients as gradients_module
-from hvd_adpsgd.training.gradients import Gradients, Replacements
+from hvd_adpsgd.training.gradients import Gradients, bits_of
 from hvd_adpsgd.training.mates import COLUMNS, Mates
 from hvd_adpsgd.training.reducer import Reducible
 
@@ -117,15 +116,6 @@ def test_a_gradient_changed_before_its_last_backward_pass_is_known() -> None:
     assert gradients.accumulating() == []
 
 
-def notes(n: int = 2) -> list[Replacements]:
-    """Of one super learner, in one process."""
-    rows = np.zeros(n, list(gradients_module.COLUMNS))
-    made = [Replacements(None, 0) for _ in range(n)]
-    for rank, one in enumerate(made):
-        one._rows, one._mine = rows, rows[rank]
-    return made
-
-
 def test_gradients_that_replace_averaged_ones_are_known() -> None:
     gradients, (a, b, c) = Gradients(), trained()
     gradients.average([a, b, c], by_backward=True)
@@ -136,29 +126,6 @@ def test_gradients_that_replace_averaged_ones_are_known() -> None:
     assert [g is c.grad for g in gradients.replaced([a, b, c])] == [True]
 
 
-def test_learners_compare_gradients_that_replace_averaged_ones() -> None:
-    me, other, joined = notes(3)
-    kinds = (torch.float32, torch.float64, torch.bfloat16)
-    given = [torch.arange(4.0, dtype=kind) for kind in kinds]
-    given.append(torch.eye(3).to_sparse())
-    joined.step(0, [])  # and no more
-    for sets, (mine, its, differ) in enumerate(
-        [([], [], False), (given, given, False), (given, given[1:], True), ([], given[:1], True)], 4
-    ):
-        me.step(sets, mine)
-        assert not me.differ(sets), "the other one has not stepped, and is not waited for"
-        other.step(sets, its)
-        me.step(sets + 1, [])  # it may be ahead
-        assert other.differ(sets) is differ
-    assert not me.differ(7 + 2)
-
-
-def test_a_row_of_replacements_is_part_of_the_table() -> None:
-    alone = Replacements(None, 0)
-    alone.step(1, [torch.ones(1)])
-    assert alone._rows["bits"][0, 1] == alone._mine["bits"][1] != 0
-
-
 def mates(n: int = 2) -> list[Mates]:
     """Of one super learner, in one process."""
     rows = np.zeros(n, list(COLUMNS))
@@ -166,6 +133,27 @@ def mates(n: int = 2) -> list[Mates]:
     for rank, one in enumerate(made):
         one._rows, one._mine = rows, rows[rank]
     return made
+
+
+def test_learners_compare_gradients_that_replace_averaged_ones() -> None:
+    me, other, joined = mates(3)
+    kinds = (torch.float32, torch.float64, torch.bfloat16)
+    given = [torch.arange(4.0, dtype=kind) for kind in kinds]
+    given.append(torch.eye(3).to_sparse())
+    joined.steps_with(0)  # and no more
+    for sets, (mine, its, differ) in enumerate(
+        [([], [], False), (given, given, False), (given, given[1:], True), ([], given[:1], True)], 4
+    ):
+        me.sets = other.sets = sets
+        me.steps_with(bits_of(mine))
+        me.averaged()
+        assert not me.differ(), "the other one has not stepped, and is not waited for"
+        other.steps_with(bits_of(its))
+        me.steps_with(0)  # it may be ahead
+        other.averaged()
+        assert other.differ() is differ
+    me.sets = 10
+    assert not me.differ()
 
 
 def never() -> bool:

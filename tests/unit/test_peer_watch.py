@@ -56,7 +56,9 @@ class Job:
         self.mates = SimpleNamespace(
             submitted_by=lambda peer: 9, sets=10, ahead=lambda: [1], late=lambda: [1]
         )
-        self.its = SimpleNamespace(step=lambda: 10, mates=self.mates, broken=None, waits=False)
+        self.its = SimpleNamespace(
+            steps=SimpleNamespace(step=10), mates=self.mates, broken=None, waits=False
+        )
         self.watch._all = [self.its]  # type: ignore[assignment]
         self.interrupted: list[Any] = []
         self.watch._super_learner = lambda: self.its  # type: ignore[assignment,return-value]
