@@ -14,7 +14,6 @@ from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.data import samplers
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.joining import candidates, reconnect
-from hvd_adpsgd.joining.arrival import arrive
 from hvd_adpsgd.joining.callbacks import tell_membership
 from hvd_adpsgd.joining.candidates import (
     JoiningSuperLearner,
@@ -23,12 +22,20 @@ from hvd_adpsgd.joining.candidates import (
     JoinServer,
     join_server,
 )
-from hvd_adpsgd.joining.change_over import DOING, drop, prepare, switch
 from hvd_adpsgd.joining.decision import all_switch
 from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
 from hvd_adpsgd.joining.join_state import JoinState, pack, shares, terms
+from hvd_adpsgd.joining.joining import arrive
 from hvd_adpsgd.joining.nonblocking import have_met, meets, waits_anyway
-from hvd_adpsgd.joining.reconnect import RECONNECT_S, NewGroup
+from hvd_adpsgd.joining.reconnect import (
+    DOING,
+    RECONNECT_S,
+    Gather,
+    NewGroup,
+    drop,
+    prepare,
+    switch,
+)
 from hvd_adpsgd.joining.replacements import is_minority, lost, starters
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch import world as worlds
@@ -576,7 +583,7 @@ def _met(
     ranks = tuple(sorted({*world.collectives.ranks, *offer.groups[offer.super_rank]}))
     asked = world.collectives.ranks
     ends = time.monotonic() + RECONNECT_S
-    gather = reconnect.MembersGather(world, len(offer.placements), candidate, ends)
+    gather = Gather(world, len(offer.placements), ends, candidate)
     if candidate is not None and not candidate.problem:
         candidate.send((offer, ranks, senders))
     prepared = prepare(world, offer, ranks, senders, gather, ends)

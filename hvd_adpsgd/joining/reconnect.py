@@ -11,16 +11,16 @@ import dataclasses
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.errors import PeerFailedError, TransportError
-from hvd_adpsgd.joining.candidates import JoiningSuperLearner, JoinOffer
-from hvd_adpsgd.joining.listener import Conversation
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.errors import AdpsgdError, PeerFailedError, TransportError
+from hvd_adpsgd.joining.candidates import JoinOffer
+from hvd_adpsgd.joining.decision import MOVE_S
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.communicators import counterparts
 from hvd_adpsgd.launch.world import Communicators, World, names_of
@@ -28,30 +28,35 @@ from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, exit_state
 from hvd_adpsgd.messaging.attempt import Attempt
 from hvd_adpsgd.messaging.messages import COMPLETE, AttemptAbandonedError, Messages
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
+from hvd_adpsgd.training.presence import live, renumber
 
 log = logging.getLogger("hvd_adpsgd")
 
 RECONNECT_S = 10.0  # longest wait of the learners for each other while they make new connections
 TRANSFER_S = 600.0  # longest time to send a joining super learner its state
 
+DOING = "admit"
 _VALUE, _MADE = "value", "made"  # of a gather before the connections are made, of the last one
 
 
-class Gather(ABC):
+class Gather:
     """Gathers a value from each learner of the job and of the joining super learner, by rank.
 
-    If a learner of the job fails, the job's other learners leave the gathers of `connect_anew` and go on to
-    `made`, while the joining super learner still waits in an earlier one, or the reverse. So each message
-    says of which kind it is.
+    If a learner of one side fails, the others there leave the gathers of `connect_anew` and go on to `made`,
+    while the other side still waits in an earlier one. So each message says of which kind it is.
 
     Args:
         world: the world of this learner.
         size: number of learners of the job including the joining super learner.
         ends: deadline, of time.monotonic.
+        end: the learner's end of the connection between the two sides: a JoiningSuperLearner or, in that, a
+            JoiningLearner; None on all other learners of the job.
     """
 
-    def __init__(self, world: World, size: int, ends: float):
-        self._world, self._size, self._ends = world, size, ends
+    def __init__(self, world: World, size: int, ends: float, end: Any):
+        self._world, self._size, self._ends, self._end = world, size, ends, end
+        self._ranks = world.collectives.ranks
+        self._is_over = False  # whether the other side has gathered for the last time
 
     def __call__(self, value: Any) -> list[Any]:
         """Return the values by rank, None for a learner that is not connected.
@@ -65,8 +70,34 @@ class Gather(ABC):
         """Gather whether each learner has made its connections and engines; the last gather of an attempt."""
         return self._gather(_MADE, made)
 
-    @abstractmethod
-    def _gather(self, kind: str, value: Any) -> list[Any]: ...
+    def _gather(self, kind: str, value: Any) -> list[Any]:
+        collectives, others = self._world.collectives, None
+        if not self._is_over:
+            values = collectives.gather("admit", value)  # this may shrink collectives.ranks
+            own = dict(zip(collectives.ranks, values, strict=True))
+            answers = collectives.gather("admit", self._relayed(kind, own))
+            others = next((answer for answer in answers if isinstance(answer, tuple)), None)
+            self._is_over = others is not None and others[0] == _MADE
+        if others is None or others[0] != kind or collectives.ranks != self._ranks:
+            raise NotReconnectedError("not all learners have made the new connections")
+        known = {**others[1], **own}
+        return [known.get(rank) for rank in range(self._size)]
+
+    def _relayed(self, kind: str, own: dict[int, Any]) -> Any:
+        """Exchange values with the other side, at the ends of the connection; the joining one sends first."""
+        end = self._end
+        if end is None or end.conversation is None or end.problem:
+            return None
+        try:
+            if self._world.collectives.joining:
+                end.conversation.send((kind, own), self._left_s)
+                return end.conversation.receive(self._left_s)
+            told = end.conversation.receive(self._left_s)
+            end.conversation.send((kind, own), self._left_s)
+            return told
+        except PeerFailedError as error:
+            end.problem = f"it failed, or did not come, when all met ({error})"
+            return None
 
     @property
     def _left_s(self) -> float:
@@ -152,20 +183,17 @@ def connect_anew(
         TransportError, TopologyError: if this learner cannot connect.
     """
     hub = Hub(world.rank, len(offer.placements), world.config, gather)
-    try:
-        return _grouped(hub, world, offer, ranks, senders, ends)
-    except BaseException:
-        hub.close()
-        raise
+    undo = contextlib.ExitStack()
+    with undo:
+        undo.callback(hub.close)
+        new_group = _grouped(hub, world, offer, ranks, senders)
+        new_group.end_by(ends)
+        undo.pop_all()
+    return new_group
 
 
 def _grouped(
-    hub: Hub,
-    world: World,
-    offer: JoinOffer,
-    ranks: Sequence[int],
-    senders: Sequence[int],
-    ends: float,
+    hub: Hub, world: World, offer: JoinOffer, ranks: Sequence[int], senders: Sequence[int]
 ) -> NewGroup:
     """Make the communicators of `ranks` over the new connections; see `connect_anew`."""
     groups, there = offer.groups, set(ranks)
@@ -178,95 +206,61 @@ def _grouped(
     outer = counterparts(hub, [groups[i] for i in members], world.rank)
     transfers = tuple(hub.communicator([sender, *new]) for sender in senders)
     comms = Communicators(everyone, plain, departures, host, inner, outer)
-    new_group = NewGroup(offer, hub, comms, members, tuple(ranks), transfers)
-    new_group.end_by(ends)
-    return new_group
+    return NewGroup(offer, hub, comms, members, tuple(ranks), transfers)
 
 
-class MembersGather(Gather):
-    """The Gather of a learner of the job.
-
-    Args:
-        candidate: the joining super learner, on the learner to which it is connected; else None.
-    """
-
-    def __init__(self, world: World, size: int, candidate: JoiningSuperLearner | None, ends: float):
-        super().__init__(world, size, ends)
-        self._candidate = candidate
-        self._ranks = world.collectives.ranks
-        self._is_left = False  # whether the joining super learner has gathered for the last time
-
-    def _gather(self, kind: str, value: Any) -> list[Any]:
-        told = _gathered(self._world, value)
-        answers = self._world.collectives.gather("admit", self._relayed(kind, told))
-        nothing: tuple[str, dict[int, Any]] = ("", {})
-        heard = next((a for a in answers if a is not None), nothing)
-        if self._world.collectives.ranks != self._ranks or heard[0] != kind:
-            raise NotReconnectedError("not all learners have made the new connections")
-        told |= heard[1]
-        return [told.get(rank) for rank in range(self._size)]
-
-    def _relayed(self, kind: str, told: dict[int, Any]) -> tuple[str, dict[int, Any]] | None:
-        """Return what the joining super learner says, after it was told the others' values."""
-        candidate = self._candidate
-        if (
-            candidate is None
-            or candidate.conversation is None
-            or candidate.problem
-            or self._is_left
-        ):
-            return None
-        try:
-            heard: tuple[str, dict[int, Any]] = candidate.conversation.receive(self._left_s)
-            candidate.conversation.send((kind, told), self._left_s)
-        except PeerFailedError as error:
-            candidate.problem = f"it failed, or did not come, when all met ({error})"
-            return None
-        self._is_left = heard[0] == _MADE
-        return heard
-
-
-class CandidatesGather(Gather):
-    """The Gather of a learner of the joining super learner.
-
-    Args:
-        conversation: the connection to the job, on the first learner; else None.
-    """
-
-    def __init__(self, world: World, size: int, conversation: Conversation | None, ends: float):
-        super().__init__(world, size, ends)
-        self._conversation = conversation
-        self._is_over = False  # whether the job's learners have gathered for the last time
-
-    def made(self, made: bool) -> list[Any]:
-        """See Gather."""
-        if self._is_over:
-            return [False] * self._size
-        return super().made(made)
-
-    def _gather(self, kind: str, value: Any) -> list[Any]:
-        mine = _gathered(self._world, value)
-        answers = self._world.collectives.gather("admit", self._relayed(kind, mine))
-        told = next((a for a in answers if isinstance(a, tuple)), None)
-        if told is None or told[0] != kind:
-            self._is_over = told is not None and told[0] == _MADE
-            raise NotReconnectedError("the job's learners have not made the new connections")
-        known = {**told[1], **mine}
-        return [known.get(rank) for rank in range(self._size)]
-
-    def _relayed(self, kind: str, mine: dict[int, Any]) -> Any:
-        if self._conversation is None:
-            return None
-        with contextlib.suppress(PeerFailedError):
-            self._conversation.send((kind, mine))
-            return self._conversation.receive(max(0.0, self._ends - time.monotonic()))
+def prepare(
+    world: World,
+    offer: JoinOffer,
+    ranks: tuple[int, ...],
+    senders: tuple[int, ...],
+    gather: Gather,
+    ends: float,
+) -> tuple[NewGroup, list[Engine]] | None:
+    """Make new connections and engines; None if that fails here, after as many gathers as on all learners."""
+    new_group, engines = None, []
+    try:
+        names = names_of(offer.groups, offer.placements)
+        new_group = connect_anew(world, offer, ranks, senders, gather, ends)
+        for averaging in live():
+            make = averaging.engines.for_new_group
+            engines.append(make(names, new_group.comms, new_group.members))
+    except AdpsgdError as error:
+        log.info("a joining super learner could not be connected: %s", error)
+        if new_group is not None:
+            drop((new_group, engines))
+            new_group = None
+    try:
+        answers = gather.made(new_group is not None)
+        if not all(answers[rank] for rank in ranks):
+            raise NotReconnectedError("another learner could not make its connections or engines")
+    except AdpsgdError as error:
+        log.info("a joining super learner could not be connected: %s", error)
+        if new_group is not None:
+            drop((new_group, engines))
         return None
+    return (new_group, engines) if new_group is not None else None
 
 
-def _gathered(world: World, value: Any) -> dict[int, Any]:
-    """Gather a value from each learner of `world` (the job's or the joining super learner's), by rank."""
-    values = world.collectives.gather("admit", value)  # this may shrink collectives.ranks
-    return dict(zip(world.collectives.ranks, values, strict=True))
+def drop(prepared: tuple[NewGroup, list[Engine]] | None) -> None:
+    if prepared is not None:
+        for engine in prepared[1]:
+            engine.stop()
+            engine.release(keeps_memory=True)
+        prepared[0].hub.close()
+
+
+def switch(world: World, new_group: NewGroup, engines: list[Engine]) -> None:
+    """Switch to the new connections and engines; close the old connections when all have switched."""
+    old = exit_state.hub
+    grown = new_group.adopt(world)
+    for averaging, engine in zip(live(), engines, strict=True):
+        averaging.move_to(grown, engine, MOVE_S)
+    renumber()
+    grown.collectives.gather(DOING, None)
+    new_group.end_by(None)
+    if old is not None:
+        old.close()
 
 
 def give(

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import hvd_adpsgd.joining.admission as admission
-import hvd_adpsgd.joining.arrival as arrival
 import hvd_adpsgd.joining.joining as joining
 import hvd_adpsgd.joining.reconnect as reconnect
 import hvd_adpsgd.torch as hvd
@@ -63,7 +62,7 @@ def main() -> None:
     if NEW:
         hold(args.held.split(","))
         fail(args, "start")
-    admission.RECONNECT_S = arrival.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
+    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     hvd.init()
     Run(args).train()
 

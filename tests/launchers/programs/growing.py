@@ -18,7 +18,7 @@ import torch
 import hvd_adpsgd
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
-from hvd_adpsgd.joining import admission, arrival, joining, listener, reconnect
+from hvd_adpsgd.joining import admission, joining, listener, reconnect
 from hvd_adpsgd.joining.join_state import JoinState
 
 STEPS = 5
@@ -84,7 +84,7 @@ def die_at(moment: str) -> None:
         "ready": (joining.JoiningLearner, "ready", False),
         "reconnect": (reconnect, "connect_anew", True),
         "met": (reconnect, "connect_anew", False),
-        "engines": (arrival, "prepare", False),  # all have met, and know it
+        "engines": (joining, "prepare", False),  # all have met, and know it
         "agreed": (joining.JoiningLearner, "verdict", True),
         "received": (JoinState, "give", True),
     }
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="one more parameter, not trained")
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     args = parser.parse_args()
-    admission.RECONNECT_S = arrival.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
+    admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     die_at(args.dies)
     if "HVD_ADPSGD_JOIN" in os.environ:
         die_at(args.dies_if_new)
