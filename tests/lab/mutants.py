@@ -207,8 +207,8 @@ MUTANTS = (
     Mutant("a newcomer gets the model of one member, not the mean", ADMISSION, "for q in m.members], axis=0)",
         "for q in m.members[:1]], axis=0)"),
     Mutant("a member goes over without the decision", ADMISSION,
-        "        return vote(job, p, not refused)\n",
-        "        vote(job, p, not refused)\n"
+        "        return say(job, p, not refused)\n",
+        "        say(job, p, not refused)\n"
         "        if m.states[p] == VOTED:\n"
         "            m.states[p] = OVER\n"
         "            go_over(job, p)\n"

@@ -32,7 +32,7 @@ from hvd_adpsgd.engine.loop cimport begin_turns
 from hvd_adpsgd_lab.simulation.chance cimport between, happens, uniform
 from hvd_adpsgd_lab.simulation.network cimport LATE, cut_until, enter
 from hvd_adpsgd_lab.simulation.newcomers cimport (
-    ASKED, IN, MAKES, OUT, OVER, RESTS, TRAINS, VOTED, WAITS, Admission, Newcomers, open_next)
+    AWAY, IN, MAKES, OUT, OVER, RESTS, TRAINS, VOTED, Admission, Newcomers, open_next)
 from hvd_adpsgd_lab.simulation.promises cimport check_joined, check_moved
 from hvd_adpsgd_lab.simulation.seats cimport make_engine, share_memory
 from hvd_adpsgd_lab.simulation.state cimport (AWAIT_ALL, COME, DONE_STEPS, LETTER, REPORT, STEP, TAKE_IN, Actor, JobState)
@@ -79,17 +79,12 @@ cdef int come(JobState job, int i) except -1:
 cdef int say(JobState job, int p, bint flag) except -1:
     """Vote in the current decision: for decision 0 at rest, for decision 1 ready to switch."""
     cdef Admission m = job.admission
-    if flag and m.states[p] == VOTED:
-        m.ready.add(p)
+    if m.states[p] == MAKES:
+        m.states[p] = VOTED
+        if flag:
+            m.ready.add(p)
     m.agreements[p].vote(flag)
     return act_on(job, p)
-
-
-cdef int vote(JobState job, int p, bint made) except -1:
-    """Vote on the admission: whether the engine of a member was made, and, with the giver, the newcomer's."""
-    cdef Admission m = job.admission
-    m.states[p] = VOTED
-    return say(job, p, made)
 
 
 cdef int act_on(JobState job, int p) except -1:
@@ -135,10 +130,10 @@ cdef int prepare(JobState job, int p, list members) except -1:
     m.states[p] = MAKES
     if p != m.giver:
         refused = happens(&job.net.chance, REFUSED) and job.local is None
-        return vote(job, p, not refused)
+        return say(job, p, not refused)
     m.values = np.mean([job.models[job.seats[q]].astype(np.float64) for q in m.members], axis=0)
     if m.newcomer_lost:
-        return vote(job, p, False)
+        return say(job, p, False)
     post(job, p, m.newcomer, INVITED, None)
     post_later(job, p, NO_MORE, job.leave_deadline_s)
     return 0
@@ -280,7 +275,7 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
     if m.joiner == OUT:
         return 0
     if kind == INVITED:
-        m.joiner = ASKED
+        m.joiner = MAKES
         begin(job, at)
         post(job, m.newcomer, m.giver, READY, None)
         post_later(job, m.newcomer, NO_MORE, 2 * job.leave_deadline_s)
@@ -302,7 +297,7 @@ cdef int arrive_at(JobState job, int kind, content) except -1:
         job.note("join | the newcomer begins")
         job.again(at, between(&job.chance, 20e-6, 200e-6))
         open_next(job)
-    elif (kind == NO_MORE and m.joiner in (WAITS, ASKED)) or (kind == LOST and m.joiner != TRAINS):
+    elif (kind == NO_MORE and m.joiner in (AWAY, MAKES)) or (kind == LOST and m.joiner != TRAINS):
         m.joiner = OUT
         job.note("join | the newcomer gives up")
         if not a.absent:
@@ -376,7 +371,7 @@ cdef int read_letter(JobState job, int admission, int which) except -1:
     elif kind == PACKED:
         post(job, dst, m.newcomer, GIFT, m.gift)
     elif dst == m.giver and kind in (READY, NO_MORE, LOST) and m.states[dst] == MAKES:
-        return vote(job, dst, kind == READY)
+        return say(job, dst, kind == READY)
     return act_on(job, dst)
 
 

@@ -3,16 +3,14 @@
 from hvd_adpsgd_lab.simulation.state cimport JobState
 
 cdef enum:
-    AWAY = 0                # stages of a member: it has not reached the step of the admission
-    RESTS = 1               # its engine is paused; it waits for decision 0
-    MAKES = 2               # it waits for its new engine, the giver also for that of the newcomer
-    VOTED = 3               # it waits for decision 1
-    OVER = 4                # it uses the new engine, or keeps the old one
-    WAITS = 5               # stages of the newcomer: no member has asked it to make its engine
-    ASKED = 6               # it waits for its engine, and for decision 1
-    IN = 7                  # all members use the new engines; it waits for their mean
-    TRAINS = 8              # it has the mean
-    OUT = 9                 # it has given up
+    AWAY = 0                # stages of an admission: a member has not come to its step, none has asked the newcomer
+    RESTS = 1               # a member: its engine is paused; it waits for decision 0
+    MAKES = 2               # waits for its new engine (the giver also for the newcomer's; that also for decision 1)
+    VOTED = 3               # a member: it waits for decision 1
+    OVER = 4                # a member: it uses the new engine, or keeps the old one
+    IN = 5                  # the newcomer: all members use the new engines; it waits for their mean
+    TRAINS = 6              # the newcomer: it has the mean
+    OUT = 7                 # the newcomer: it has given up
 
 cdef class Newcomers:
     cdef int n              # super learners when the job begins: processes 0 to n - 1

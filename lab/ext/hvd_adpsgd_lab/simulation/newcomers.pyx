@@ -36,7 +36,7 @@ cdef class Admission:
         self.place_of = {p: i for i, p in enumerate(order)}
         self.agreements = {p: Agreement(len(order), i) for i, p in enumerate(order)}
         self.states = dict.fromkeys(order, AWAY)
-        self.joiner = WAITS
+        self.joiner = AWAY
         self.ready = set()
         self.first = -1
         self.places, self.arrives, self.held, self.letters = {}, {}, {}, []
