@@ -4,6 +4,10 @@ The last super learner is late, stopped or killed. The others make 20 steps whil
 it would never end its step: whoever waited for it would wait for good.
 """
 
+import pathlib
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,26 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launcher import Result, run_learners
+from tests.launcher import ROOT, Result, run_learners
 
 pytestmark = pytest.mark.mpi
 
 PROGRAM = Path(__file__).parent / "programs" / "async_mean.py"
+CHECKPOINTS = PROGRAM.with_name("async_checkpoint.py")
+PAGE = (ROOT / "docs" / "evaluate.md").read_text().partition("## Without waiting")[2]
+RECIPE, EVALUATOR, RESUME = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)[:3]
+
+# ends, and the job with it, after three means
+EVALUATES = """
+import pathlib, time, torch, torch.distributed.checkpoint
+model, sums = torch.nn.Linear(3, 2), []
+def evaluate(model):
+    sums.append(float(model.weight.sum()))
+    if len(sums) == 3:
+        pathlib.Path("enough").touch()
+        print(*sums)
+        raise SystemExit
+"""
 
 
 def run(folder: Path, what: str, inner: int = 1, **how: Any) -> tuple[Result, dict[str, Any]]:
@@ -76,3 +95,43 @@ def test_a_learner_killed_as_it_contributes_is_left_out(tmp_path: Path) -> None:
     _, facts = run(tmp_path, "killed")
     assert sorted(facts["steps"]) == ["0", "1", "2"]
     assert facts["left_out"] == {"3": "ended"}
+
+
+@pytest.mark.parametrize(
+    "what", ["late", "stopped0", pytest.param("stopped40", marks=pytest.mark.extended)]
+)
+def test_the_recipe_saves_and_evaluates_while_all_train(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No learner loses a step: the late or stopped one waits for the others' steps."""
+    monkeypatch.chdir(tmp_path)
+    Path("steps").write_bytes(bytes(4 * 8))
+    code = EVALUATES + EVALUATOR.replace("sleep(10)", "sleep(0.1)")
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as evaluator:
+        try:
+            result = run_learners(
+                4,
+                CHECKPOINTS,
+                args=[str(tmp_path), what, RECIPE],
+                env={"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"},
+                launcher="gloo",
+                imports=("torch.distributed.checkpoint",),
+            ).checked()
+            lines = evaluator.communicate(timeout=60)[0].splitlines()
+        finally:
+            evaluator.kill()
+    means = next(one["means"] for one in result.said if one.get("means"))
+    assert means == [[4, float(one)] for one in lines[-1].split()]
+    assert what == "late" or {"is_under_way": True, "rank": 0} in result.said, result.report()
+    names: dict[str, Any] = {"torch": torch, "pathlib": pathlib}
+    exec(RESUME, names)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(names["saved"]["optimizer"])
+    model.load_state_dict(names["saved"]["model"])
+    saved = max(Path("means").glob("*/.metadata")).parent.name
+    assert (
+        optimizer.state[model.weight]["step"] == int(saved) + 1
+    )  # of that moment, though all train on
