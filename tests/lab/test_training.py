@@ -609,43 +609,6 @@ def test_the_other_modes_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "faults"),
-    [
-        ("random_pairs", ()),
-        ("random_pairs", (Fault(0.3, "crash", 1), Fault(0.6, "join", 1))),
-        ("synchronous_gossip:order=atc", ()),
-        ("gossip_pga:period=3+fixed_ring", ()),
-        ("delayed_gradients", ()),
-    ],
-)
-def test_vmap_computes_the_same_gradients(strategy: str, faults: tuple[Fault, ...]) -> None:
-    one, together = (
-        train(
-            task(), cluster(4, detect_s=0.1), strategy=strategy, steps=20, faults=faults, vmap=vmap
-        )
-        for vmap in (False, True)
-    )
-    assert together.points[-1].time_s == one.points[-1].time_s
-    torch.testing.assert_close(weights(together.model), weights(one.model), rtol=0, atol=1e-10)
-
-
-def test_vmap_reaches_parameters_that_the_loss_itself_uses() -> None:
-    def decayed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return loss(model, batch) + sum(p.square().sum() for p in model.parameters())
-
-    one, together = (train(task(loss=decayed), cluster(3), steps=10, vmap=v) for v in (False, True))
-    torch.testing.assert_close(weights(together.model), weights(one.model), rtol=0, atol=1e-10)
-
-
-def test_a_model_that_vmap_cannot_compute_is_refused() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(INPUTS, dtype=torch.float64), network())
-
-    with pytest.raises(ConfigError, match="Leave --vmap out"):
-        train(task(model=model), cluster(3), steps=3, vmap=True)
-
-
 @pytest.mark.extended
 def test_many_super_learners() -> None:
     def wide() -> nn.Module:

@@ -254,18 +254,6 @@ def test_batches_of_torchs_own_random_numbers_do_not_depend_on_the_points(strate
     assert len(digests) == 1
 
 
-def test_vmap_draws_the_same_batches() -> None:
-    def batches(i: int, n: int, seed: int) -> Iterator[torch.Tensor]:
-        while True:
-            yield torch.rand(2, 3)
-
-    task = made(batches=batches)
-    plain, together = (train(task, two(), steps=4, points=2, vmap=vmap) for vmap in (False, True))
-    assert [point.loss for point in together.points] == pytest.approx(
-        [point.loss for point in plain.points], rel=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     "wrapped",
     [
@@ -346,23 +334,16 @@ def test_sparse_gradients_cannot_be_delayed() -> None:
         train(task, two(), strategy="delayed_gradients", steps=2, points=1)
 
 
-@pytest.mark.parametrize("vmap", [False, True])
-def test_a_parameter_that_the_loss_does_not_use_stays(vmap: bool) -> None:
+def test_a_parameter_that_the_loss_does_not_use_stays() -> None:
     class Unused(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 1)
             self.unused = nn.Parameter(torch.ones(2))
 
     task = made(model=Unused, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5))
-    outcome = train(task, two(), steps=4, points=1, vmap=vmap)
+    outcome = train(task, two(), steps=4, points=1)
     assert outcome.model.get_parameter("unused").tolist() == [1, 1]
     assert outcome.points[-1].loss != outcome.points[0].loss
-
-
-def test_vmap_refuses_a_loss_of_another_model() -> None:
-    task = made(model=lambda: OTHER, loss=lambda model, batch: OTHER(batch).mean())
-    with pytest.raises(ConfigError, match="depends on none of the 2 parameters"):
-        train(task, two(), steps=2, vmap=True)
 
 
 def test_numbers_that_json_does_not_have_are_null() -> None:

@@ -4,7 +4,7 @@ Only this part of the simulation needs torch. Begin with `task` (what the user g
 under real engines) and `baselines` (synchronous training and DiLoCo, which have no engines).
 
 Engine and torch share the memory of a model (`memory`). A gradient is computed at the end of its step, from
-the model that the step began with. With `--vmap` one call computes the gradients of several super learners.
+the model that the step began with.
 """
 
 from hvd_adpsgd_lab.learning.outcome import Outcome, Point

@@ -20,7 +20,6 @@ from hvd_adpsgd_lab.learning.curve import Curve, Vector
 from hvd_adpsgd_lab.learning.outcome import Outcome, digest_of
 from hvd_adpsgd_lab.learning.super_learner import SuperLearner
 from hvd_adpsgd_lab.learning.task import Task
-from hvd_adpsgd_lab.learning.together import Together
 from hvd_adpsgd_lab.simulation.chance import Chance
 from hvd_adpsgd_lab.simulation.planner import Cluster, failure_times, job_of
 from hvd_adpsgd_lab.simulation.scenario import Fault
@@ -78,10 +77,9 @@ class EngineRun:
 
     Args:
         training: what is trained, and where.
-        together: whether gradients of several super learners are computed in one call.
     """
 
-    def __init__(self, training: Training, together: bool = False):
+    def __init__(self, training: Training):
         task, model, cluster = training.task, training.model, training.cluster
         faults = training.faults
         self._task, self._cluster, self._faults = task, cluster, faults
@@ -97,9 +95,6 @@ class EngineRun:
         self._model, self._ranks = model, [*range(n)]
         self._replace_s, self._own_steps = training.replace_s, training.own_steps
         self._lives = Chance(cluster.seed + 3)
-        self._together: Together | None = None
-        if together:
-            self._together = Together(task, copy.deepcopy(model), self._learners, cluster.seed)
         self._gift: dict[str, Any] = {}
         self._joined = 0
         self._steps, self._next_point = 0, 0
@@ -183,10 +178,7 @@ class EngineRun:
 
     def update(self, process: int, step: int) -> None:
         """Make the local part of a step."""
-        found = None
-        if self._together is not None:
-            found = self._together.take(process, step, self._job.is_running)
-        self._curve.add_loss(self._learners[process].update(step, self._job.now_s, found))
+        self._curve.add_loss(self._learners[process].update(step, self._job.now_s))
         self._steps += 1
         if self._own_steps is not None and self._learners[process].steps >= self._own_steps - 1:
             self._job.strike(0.0, "slow", process, _NEVER_ENDS)  # the step after the next one
@@ -198,27 +190,22 @@ class EngineRun:
         """See SuperLearner."""
         arrivals = self._job.arrivals(self._job.seat_of(process))
         self._learners[process].after_corrections(*arrivals)
-        self._stays(process)
 
     def before_round(self, process: int) -> None:
         """See SuperLearner."""
-        self._changes(process)
         self._learners[process].before_round()
 
     def after_round(self, process: int) -> None:
         """See SuperLearner."""
         self._learners[process].after_round()
-        self._stays(process)
 
     def before_pause(self, process: int) -> None:
         """See SuperLearner."""
-        self._changes(process)
         self._learners[process].before_pause()
 
     def after_pause(self, process: int) -> None:
         """See SuperLearner."""
         self._learners[process].after_pause()
-        self._stays(process)
 
     def gives(self, process: int) -> None:
         """Keep what the joining super learner receives from this one."""
@@ -227,7 +214,6 @@ class EngineRun:
     def joins(self, process: int) -> None:
         """The joining super learner has the mean model, and receives the rest."""
         self._learners[process].join(self._gift)
-        self._stays(process)
         self._gift = {}
         self._joined += 1
         rule = self._cluster.strategy.plan(0, max(self._ranks) + 1).rule
@@ -245,15 +231,6 @@ class EngineRun:
         )
         if self._replace_s is not None and not taken:
             self._job.strike(max(self._replace_s, self._cluster.step_s), "join", number)
-
-    def _stays(self, process: int) -> None:
-        """The model of a super learner stays as it is until its next update, or until `_changes`."""
-        if self._together is not None:
-            self._together.stays(process)
-
-    def _changes(self, process: int) -> None:
-        if self._together is not None:
-            self._together.changes(process)
 
     # ---- the run ------------------------------------------------------------------------------
 
@@ -285,7 +262,7 @@ class EngineRun:
         """Drop job and super learners, which hold this run, so that no garbage collector is needed."""
         for learner in self._learners:
             learner.close()
-        self._learners, self._together, self._job = [], None, None
+        self._learners, self._job = [], None
 
     def _due(self, number: int) -> int:
         assert self._budget.steps is not None

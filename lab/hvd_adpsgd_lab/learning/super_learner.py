@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,6 @@ from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
 from hvd_adpsgd.training.update_rules import make_rule
 from hvd_adpsgd_lab.learning.memory import Layout
 from hvd_adpsgd_lab.learning.task import Task, require_finite, seed_torch
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The loss of a batch, and its gradient by parameter."""
-
-    loss: float
-    batch: Any
-    values: list[torch.Tensor | None]
 
 
 class SuperLearner:
@@ -104,17 +94,12 @@ class SuperLearner:
             return range(chunks, chunks)
         return range(math.ceil(self.layout.offsets[-count] / self.layout.elements), chunks)
 
-    def next_batch(self) -> Any:
-        """Return the next batch."""
-        return next(self._stream)
-
-    def update(self, step: int, time_s: float, found: Gradient | None = None) -> float:
+    def update(self, step: int, time_s: float) -> float:
         """Make the local part of a step: gradient, optimizer, and what the rule does before corrections.
 
         Args:
             step: number of the step.
             time_s: virtual time, for messages.
-            found: the gradient, if it was computed before.
 
         Returns:
             The loss of the batch.
@@ -122,13 +107,8 @@ class SuperLearner:
         Raises:
             NonFiniteModelError: if the loss is not finite.
         """
-        if found is None:
-            batch = self.next_batch()
-            loss = self._gradient(batch, step)
-        else:
-            batch, loss = found.batch, found.loss
-            for parameter, value in zip(self.parameters, found.values, strict=True):
-                parameter.grad = value
+        batch = next(self._stream)
+        loss = self._gradient(batch, step)
         require_finite(self._task, loss, step, self.number, time_s)
         if self.averages_gradients and any(_is_sparse(p) for p in self.parameters):
             raise UnsupportedOptimizerError(

@@ -33,7 +33,6 @@ def train(
     faults: Sequence[Fault] = (),
     points: int = 50,
     threads: int = 1,
-    vmap: bool = False,
     replace_s: float | None = None,
     data: str = "dynamic",
     progress: Callable[[float], None] | None = None,
@@ -51,8 +50,6 @@ def train(
         faults: faults beside the failures of the cluster; see faults.KINDS.
         points: number of points of the curve after the first one.
         threads: threads of torch.
-        vmap: compute gradients of several super learners in one call of torch.func.vmap, where the model
-            allows it: faster for small models, and rounded otherwise. Baselines do without.
         replace_s: seconds from the failure of a super learner until a replacement asks to join. Replacements
             are admitted one after the other, and fail at the rate of the cluster, too. None: no replacements.
             Synchronous training needs none: there each failure costs a restart, with a replacement.
@@ -108,7 +105,7 @@ def train(
         training = Training(task, model, cluster, found, budget, shown, replace_s, own_steps)
         if baseline is not None:
             return run_baseline(baseline, training)
-        run = EngineRun(training, vmap)
+        run = EngineRun(training)
         try:
             return run.run()
         finally:

@@ -14,7 +14,7 @@ REPLAY = ("seed", "scenario")
 RUNS = (*REPLAY, "seeds")
 MODES = (*RUNS, "explore", "train", "super_learners")
 PLANS = ("super_learners", "train")
-TRAIN_DEFAULTS = {"points": 50, "threads": 1, "data": "dynamic", "vmap": False}
+TRAIN_DEFAULTS = {"points": 50, "threads": 1, "data": "dynamic"}
 PLAN_DEFAULTS: dict[str, Any] = {
     "model": "100M",
     "step": "0.35s",
@@ -236,10 +236,4 @@ def _add_train_arguments(group: argparse._ArgumentGroup) -> None:
         "--data",
         choices=("dynamic", "equal"),
         help="dynamic: faster super learners make more steps; equal: all make --steps, and wait",
-    )
-    group.add_argument(
-        "--vmap",
-        action="store_true",
-        default=None,
-        help="compute gradients of several super learners in one call, where the model allows it",
     )

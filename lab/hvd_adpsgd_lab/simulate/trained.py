@@ -48,7 +48,6 @@ def main(args: argparse.Namespace, cluster: Cluster) -> int:
             faults=faults,
             points=args.points,
             threads=args.threads,
-            vmap=args.vmap,
             replace_s=replace_s,
             data=args.data,
             progress=progress.of_training(spec),
