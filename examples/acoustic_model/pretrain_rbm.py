@@ -6,8 +6,7 @@
 It trains one RBM after another: the first with Gaussian visible units for the speech features, the others
 with binary visible units for the outputs of the layer below. Each RBM is trained by contrastive divergence
 (CD-1), data parallel with any --strategy of train.py. Written to --out: stack.pt, and per epoch a line of
-monitor.jsonl with the squared error of reconstruction and the free-energy gap: mean free energy F of held-out
-frames minus that of as many training frames, which grows when the RBM overfits.
+monitor.jsonl with the squared error of reconstruction.
 
 The recipe is Kaldi's (after Hinton's guide, 2010): momentum 0.9, rate LR x (1 - momentum), L2 penalty on
 weights. If the standard deviation of reconstructed Gaussian units is more than twice that of the data, all
@@ -39,7 +38,7 @@ from examples.acoustic_model.speech.problem import Problem, new_parser, run, wit
 from examples.acoustic_model.speech.rbm import RBM, spread
 from examples.acoustic_model.train import averaging, is_asynchronous, started
 
-WATCHED = 64  # about so many segments of each split are evaluated after an epoch
+WATCHED = 64  # about so many segments give the mean activation from which visible biases start
 # Ratio of standard deviations from which the guard acts; the factor by which it lowers the rate.
 TOO_WIDE, SHRINK_RATE = 2.0, 0.9
 
@@ -79,7 +78,7 @@ class Job(NamedTuple):
         hvd: the module that started() returns.
         options: options of the script.
         shape: shape of the DNN.
-        train, dev: training and held-out split.
+        train: training split.
         generator: random numbers for sampling hidden units, seeded by the learner's rank.
     """
 
@@ -87,7 +86,6 @@ class Job(NamedTuple):
     options: argparse.Namespace
     shape: Shape
     train: corpus.Split
-    dev: corpus.Split
     generator: torch.Generator
 
 
@@ -172,14 +170,6 @@ class Machine:
         count = hvd.super_learner.size() if node else hvd.size()
         return (total / count).tolist()
 
-    @torch.no_grad()
-    def watch(self) -> dict[str, float]:
-        """Return the reconstruction error of held-out frames, and the free-energy gap."""
-        dev, train = (self.visible(_some(split)) for split in (self.job.dev, self.job.train))
-        error = (dev - self.rbm.back(self.rbm(dev))).square().mean().item()
-        gap = self.rbm.free_energy(dev).mean() - self.rbm.free_energy(train).mean()
-        return {"heldout_error": error, "free_energy_gap": gap.item()}
-
 
 def _some(split: corpus.Split) -> torch.Tensor:
     """Return the frames of evenly spaced segments of a split, the same on every learner."""
@@ -201,7 +191,7 @@ def pretrain(job: Job) -> list[RBM]:
             began = time.perf_counter()
             error, guarded = machine.epoch(_batches(job, layer * 1000 + epoch))
             entry = {"layer": layer + 1, "epoch": epoch + 1, "error": error, "guarded": guarded}
-            entry |= machine.watch() | {"seconds": time.perf_counter() - began}
+            entry["seconds"] = time.perf_counter() - began
             if lead:
                 _record(path, entry, epochs)
         if is_asynchronous(job.options.strategy):
@@ -227,8 +217,7 @@ def _record(path: Path, entry: dict, epochs: int) -> None:
     guard = f"  guard {entry['guarded']} times" if entry["guarded"] else ""
     print(
         f"layer {entry['layer']}, epoch {entry['epoch']}/{epochs}  reconstruction "
-        f"{entry['error']:.4f}  held-out {entry['heldout_error']:.4f}  free-energy gap "
-        f"{entry['free_energy_gap']:+.2f}  {entry['seconds']:.1f} s{guard}",
+        f"{entry['error']:.4f}  {entry['seconds']:.1f} s{guard}",
         flush=True,
     )
 
@@ -240,14 +229,14 @@ def main() -> None:
     corpus.read_json(options.data / "states.json")
     hvd = started(options)
     shape = replace(PRESETS["dnn"], layers=options.layers, hidden=options.hidden)
-    splits = [corpus.Split(options.data, name, shape.context) for name in ("train", "dev")]
-    if len(splits[0]) < options.batch * hvd.size():
+    split = corpus.Split(options.data, "train", shape.context)
+    if len(split) < options.batch * hvd.size():
         raise Problem(
-            f"--batch {options.batch} x {hvd.size()} learners is more than the {len(splits[0])} "
+            f"--batch {options.batch} x {hvd.size()} learners is more than the {len(split)} "
             f"segments in {options.data}"
         )
     generator = torch.Generator().manual_seed(options.seed * 1000 + hvd.rank())
-    stack = pretrain(Job(hvd, options, shape, *splits, generator))
+    stack = pretrain(Job(hvd, options, shape, split, generator))
     if hvd.rank() == 0:
         layers = [{"weight": m.weight.detach(), "bias": m.bias.detach()} for m in stack]
         journal.save(options.out / "stack.pt", {"layers": layers, "seed": options.seed})

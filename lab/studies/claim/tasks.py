@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hvd_adpsgd_lab.bench.storm.model import GPT, Text, loss_of
 from torch import nn
 
-from examples import byte_transformer
 from examples.acoustic_model.speech import corpus
 from examples.acoustic_model.speech.model import Shape, make
 from examples.acoustic_model.speech.problem import Problem
@@ -26,6 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 NAMES = ("text", "speech")
 DATA = Path("out/speech/easy")
+LENGTH, HEADS = 48, 4  # of the transformer: bytes of a sequence, attention heads
 WARM_UP = 10  # steps in which the rate grows to its final value, which it keeps
 
 
@@ -86,15 +87,22 @@ def text(quick: bool) -> Task:
     settings |= {"width": 32, "blocks": 1, "held_out": 8} if quick else {}
     width, blocks, batch = (int(settings[key]) for key in ("width", "blocks", "batch"))
 
+    read = functools.cache(lambda: Text(LENGTH))
+
+    def batches(rank: int, n: int, seed: int) -> Iterator[Batch]:
+        random = torch.Generator().manual_seed(seed * n + rank)
+        while True:
+            yield read().batch(batch, random)
+
     @functools.cache
     def held_out() -> list[Batch]:
-        return [byte_transformer.text().held_out(int(settings["held_out"]))]
+        return [read().held_out(int(settings["held_out"]))]
 
     return Task(
         settings,
-        model=lambda: byte_transformer.model(width, blocks),
-        loss=byte_transformer.loss,
-        batches=lambda rank, n, seed: iter(byte_transformer.batches(rank, n, seed, batch)),
+        model=lambda: GPT(width, blocks, LENGTH, head=width // HEADS, std=None),
+        loss=loss_of,
+        batches=batches,
         optimizer=lambda parameters: torch.optim.AdamW(
             parameters, lr=settings["rate"], betas=(0.9, 0.95), weight_decay=0.1
         ),
