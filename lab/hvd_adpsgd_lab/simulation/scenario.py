@@ -52,13 +52,6 @@ _DIALED_S, _NEVER_DIALED_S = (-3.0, 0.3), 3.0
 _DRAWN = tuple(kind for kind in FAULTS if kind not in _RARE)
 DTYPES = ("float32", "float64", "float16")
 DEFAULTS = Config(report_s=0.0)  # simulated engines report nothing, unless a scenario asks for it
-# options by the names that they had in scenarios that are kept as JSON
-_OLD_NAMES = {
-    "strategy": "averaging",
-    "wire": "wire_dtype",
-    "share": "exchange_share",
-    "max_staleness": "max_staleness",
-}
 CODES = {float(each.bits): each.code for each in CHOSEN}  # by the value of a fault "bits"
 _WIRES = (None, None, *((None if each is OWN else each.name) for each in FORMATS), AUTO, AUTO)
 Table = list[tuple[int, int]]
@@ -307,8 +300,6 @@ class Scenario:
         what = f"not a scenario: {text[:80]!r}"
         try:
             found = json.loads(text)
-            if isinstance(found, dict) and "config" not in found:
-                found = _with_config(found)
             check_fields(what, found, cls, REPLAYED)
             for each in found["learners"]:
                 check_fields("not a scenario: a learner", each, Learner, REPLAYED)
@@ -385,16 +376,6 @@ def _check_bits(where: str, fault: Fault, config: Config) -> None:
             f"{where}: bits {fault.value:g} with wire_dtype {config.wire_dtype!r}, allowed are "
             f"{', '.join(f'{bits:g}' for bits in CODES)} with wire_dtype 'auto'. Correct one of them."
         )
-
-
-def _with_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a scenario that was written before it had a Config."""
-    options = {_OLD_NAMES[name]: fields[name] for name in fields.keys() & _OLD_NAMES}
-    words = {name: options.get(name) or None for name in ("wire_dtype", "max_staleness")}
-    return {
-        **{name: value for name, value in fields.items() if name not in _OLD_NAMES},
-        "config": {**options, **words},
-    }
 
 
 # ---- drawing ------------------------------------------------------------------------------------
