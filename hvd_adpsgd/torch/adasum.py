@@ -35,6 +35,8 @@ class AdasumReducer(AveragingReducer):
 
     def start(self, averages: bool) -> None:
         super().start(averages)
+        if self.averaging is not None:
+            self.averaging.changing = self._starts
         for p in self.trained:
             p.grad = torch.zeros_like(p, requires_grad=False)
 

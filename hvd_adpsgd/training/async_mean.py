@@ -31,6 +31,7 @@ _REST_S = 0.01  # between two contributions of a learner that waits for a mean
 _numbers = itertools.count()
 
 Key = tuple[int, int]  # the rank of the leader that asks, and its number of the mean
+Wants = list[tuple[int, Sequence[int]]]  # numbers of averagings, with the places of their tensors
 
 
 class Mean(Future[Any]):
@@ -100,8 +101,8 @@ class Means:
     """
 
     def __init__(self, newcomers: Sequence[object], wake: Callable[[], object]) -> None:
-        self._own: dict[Key, tuple[Mean, Callable[[], Any]]] = {}
-        self._asked: dict[Key, tuple[int, Sequence[int]]] = {}
+        self._own: dict[Key, tuple[Mean, Callable[[], Wants]]] = {}
+        self._asked: dict[Key, Wants] = {}
         self._out: list[tuple[int, Any]] = []
         self._newcomers, self._meetings = newcomers, len(newcomers)
         self._wake, self._lock = wake, threading.Lock()
@@ -111,20 +112,20 @@ class Means:
         """Whether a mean is under way here."""
         return bool(self._own or self._asked)
 
-    def begin(self, key: Key, mean: Mean, ask: Callable[[], Any]) -> None:
-        """Ask for a mean; `ask` returns the present number of its averaging, and places of tensors."""
+    def begin(self, key: Key, mean: Mean, ask: Callable[[], Wants]) -> None:
+        """Ask for a mean; `ask` returns what is wanted: averagings have new numbers after a joining."""
         with self._lock:
             self._own[key] = mean, ask
         self._wake()
 
-    def contribute(self, number: int, step: int, copied: Callable[[Sequence[int]], Any]) -> None:
-        """Copy what was asked for of the averaging `number`, which is between two steps."""
+    def contribute(self, number: int, copied: Callable[[Wants], tuple[int, Any] | None]) -> None:
+        """Copy what was asked for of the averaging `number`, which has ended a step, and of others."""
         if not self._asked:  # without the lock, which `talk` holds while it adds a model
             return
         with self._lock:
-            for key, (its, places) in list(self._asked.items()):
-                if its == number:
-                    self._out.append((key[0], (key, step, copied(places))))
+            for key, wants in list(self._asked.items()):
+                if number in dict(wants) and (copy := copied(wants)) is not None:
+                    self._out.append((key[0], (key, *copy)))
                     del self._asked[key]
         self._wake()
 
@@ -166,6 +167,15 @@ def contribution(averaging: Averaging, places: Sequence[int]) -> list[Any]:
     return [each.numpy() for each in copies]
 
 
+def contributions(wants: Wants) -> tuple[int, list[Any]] | None:
+    """Return the step of the first averaging, and copies of all; None while that is not possible."""
+    at_rest = {averaging.number: averaging for averaging in live() if averaging.is_at_rest}
+    if not at_rest.keys() >= dict(wants).keys():
+        return None
+    copies = [contribution(at_rest[number], places) for number, places in wants]
+    return at_rest[wants[0][0]].step, [array for each in copies for array in each]
+
+
 def serve_means(averaging: Averaging) -> None:
     """Contribute a leader's model at the end of steps, where it is asked for."""
     world = averaging.world
@@ -175,12 +185,11 @@ def serve_means(averaging: Averaging) -> None:
     if _TOPIC not in topics.by_name:
         topics.by_name[_TOPIC] = Means(world.collectives.newcomers, topics.wake)
         world.teardown.at_shutdown(functools.partial(_close, topics))
-    means, copied = topics.by_name[_TOPIC], functools.partial(contribution, averaging)
+    means = topics.by_name[_TOPIC]
 
     def at_boundary() -> None:
         topics.serve()
-        if not (averaging.holds_mean or averaging.stopped):
-            means.contribute(averaging.number, averaging.step, copied)
+        means.contribute(averaging.number, contributions)
 
     averaging.at_boundary = at_boundary
 
@@ -208,13 +217,14 @@ def average_model_async(
     optimizer does not average have this learner's values. Memory: here a sum in float64, and two copies.
 
     Args:
-        model: the module, or a part of it, that a wrapped optimizer trains; call this between steps.
+        model: the module, or a part of it, that wrapped optimizers train; call this between steps. Of
+            several, each leader's step of the oldest is named.
         buffers: whether those given to DistributedOptimizer are averaged.
         timeout: seconds for which to wait for a leader's model; None: HVD_ADPSGD_FAILURE_TIMEOUT_S.
 
     Raises:
-        ConfigError: if no optimizer, or several, or one that waits for super learners, averages the model.
-        WorldError: on a learner that is no leader, or inside `averaged`.
+        ConfigError: if no optimizer averages the model, or one that waits for super learners, or in shards.
+        WorldError: on a learner that is no leader, inside `averaged`, or in a step of op=Adasum.
         NonFiniteModelError: in synchronize, if no model is finite.
     """
     world, own = worlds.current(), model.state_dict(keep_vars=True)
@@ -230,34 +240,42 @@ def average_model_async(
     if world.is_plain:
         (mean := Mean({}, timeout_s, list)).set_result(state)
         return mean
-    averaging = _averaging_of(tensors.values())
-    given = averaging.tensors.parameters.given
+    averagings = _averagings_of(tensors.values())
     wanted = set(map(id, tensors.values() if buffers else model.parameters()))
-    places = [place for place, t in enumerate(given) if id(t) in wanted]
+    given = [averaging.tensors.parameters.given for averaging in averagings]
+    places = [[place for place, t in enumerate(ts) if id(t) in wanted] for ts in given]
+    averaged = [id(ts[place]) for ts, its in zip(given, places, strict=True) for place in its]
+
+    def wants() -> Wants:
+        return [(averaging.number, its) for averaging, its in zip(averagings, places, strict=True)]
 
     def make(means: list[Any]) -> dict[str, Any]:
-        found = {id(given[place]): mean for place, mean in zip(places, means, strict=True)}
+        found = dict(zip(averaged, means, strict=True))
         for name, t in tensors.items():  # tied parameters have several names
             if id(t) in found:
                 state[name].copy_(torch.from_numpy(found[id(t)]))
         return state
 
     mean, key = Mean(others, timeout_s, make), (world.rank, next(_numbers))
-    mean.add(world.super_rank, averaging.step, contribution(averaging, places))
-    means = world.collectives.topics.by_name[_TOPIC]
-    means.begin(key, mean, lambda: (averaging.number, places))
+    copies = contributions(wants())
+    if copies is None:
+        raise WorldError("average_model_async: op=Adasum is in a step. Call it after step().")
+    mean.add(world.super_rank, *copies)
+    world.collectives.topics.by_name[_TOPIC].begin(key, mean, wants)
     return mean
 
 
-def _averaging_of(tensors: Iterable[torch.Tensor]) -> Averaging:
-    """Return the running Averaging of a model."""
+def _averagings_of(tensors: Iterable[torch.Tensor]) -> list[Averaging]:
+    """Return the running Averaging of each optimizer of a model."""
     ids = set(map(id, tensors))
-    concerned = [a for a in live() if not ids.isdisjoint(map(id, a.tensors.parameters.given))]
-    fit = [a for a in concerned if a.plan.in_step is None]
-    if not len(concerned) == len(fit) == 1 or fit[0].tensors.shards > 1 or fit[0].spec.is_sharded:
+    averagings = [a for a in live() if not ids.isdisjoint(map(id, a.tensors.parameters.given))]
+    waiting = [a for a in averagings if a.plan.in_step is not None]
+    sharded = [a for a in averagings if a.tensors.shards > 1 or a.spec.is_sharded]
+    if not averagings or waiting or sharded:
         raise ConfigError(
-            f"average_model_async: {len(concerned)} optimizers average this model, {len(fit)} with a "
-            "strategy that never waits. Pass what one such trains, in no shards, or use hvd.averaged."
+            f"average_model_async: {len(averagings)} optimizers average this model, {len(waiting)} with a "
+            f"strategy that waits, {len(sharded)} in shards. Use hvd.averaged."
         )
-    fit[0].require_running()
-    return fit[0]
+    for averaging in averagings:
+        averaging.require_running()
+    return averagings

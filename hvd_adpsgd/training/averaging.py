@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Averaging:
         optimizer: the wrapped optimizer, None once it is freed.
         super_learner: the learners that step together with the optimizer.
         pauses: depth of nested pauses of averaging.
+        changing: with op=Adasum, parameters that hold their change, from backward() to step().
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
         waits_for_peers: whether the trainer waits for a round, or for exchanges that max_staleness demands.
         owes_nonfinite: whether this learner's part of a sharded model is not finite, so that all learners of
@@ -89,6 +90,7 @@ class Averaging:
         self.at_boundary: Callable[[], object] = lambda: None
         self._boundary_s = 0.0  # when it is called next
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self.changing: Collection[torch.Tensor] = ()
         self.pauses = self.holds_mean = 0
         self.waits_for_peers = False
         self._submitted = 0  # number of gradients submitted to Horovod for the step under way
@@ -105,6 +107,11 @@ class Averaging:
     def _lands_later(self) -> bool:
         """Whether steps go on before devices have copied the model to the engine and checked it for NaN."""
         return self.tensors.are_staged and not self._waits
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the tensors are this learner's model, not a mean or changes of it."""
+        return not (self.changing or self.holds_mean or self.stopped)
 
     def move_to(self, world: World, engine: Engine, within_s: float) -> None:
         """Use `world` and `engine` from now on: a super learner has joined, and averaging pauses."""

@@ -251,6 +251,7 @@ REFUSED = {  # error | words of its text
     "changed_by_a_hook": "GradientOrderError | 'weight' | a hook | inside backward()",
     "adasum_of_a_script": "ConfigError | op=Adasum | leave op out",
     "clipped_with_adasum": "GradientOrderError | op=Adasum | without effect | hook",
+    "averaged_in_adasum": "WorldError | average_model_async",  # the leaders', too
     "accumulated": "GradientOrderError | more than backward_passes_per_step=1 | zero_grad()",
     "accumulated_too_often": "GradientOrderError | backward_passes_per_step=2",
     "replaced": "GradientOrderError | in the step before | had been replaced | optimizer.zero_grad()",
@@ -341,7 +342,7 @@ def refused() -> dict[str, list[Facts]]:
 
 HOROVODS = {
     name: pytest.param(name, marks=needs_horovod_inside(name))
-    for name in ("other_sets", "clipped_with_adasum")
+    for name in ("other_sets", "clipped_with_adasum", "averaged_in_adasum")
 }
 
 

@@ -1,5 +1,6 @@
 """The messages of a mean without waiting, in memory: exact over those named, whoever fails, stops, joins."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,23 +26,27 @@ class Job:
         others = {rank: rank for rank in range(1, n)}
         self.mean = Mean(others, TIMEOUT_S, lambda means: means[0].tolist())
         self.mean.add(0, 3, self.model(0))
-        self.means[0].begin((0, 7), self.mean, lambda: (2, [0]))
+        self.means[0].begin((0, 7), self.mean, lambda: [(2, [0]), (3, [0])])
 
     @staticmethod
     def model(rank: int) -> list[np.ndarray]:
         return [np.array([1e8 * rank + 0.25, -rank], dtype=np.float64)]
 
-    def copied(self, rank: int) -> list[np.ndarray]:
+    def copied(self, rank: int, number: int) -> tuple[int, list[np.ndarray]] | None:
+        """Of the averaging 2; 1 is another model, and 3 ends a step while 2 is in one."""
+        assert number != 1
+        if number == 3:
+            return None
         self.under_way.add(rank)
         self.most = max(self.most, len(self.under_way))
-        return self.model(rank)
+        return 10 + rank, self.model(rank)
 
     def turn(self, *, steps: set[int], talking: set[int] | None = None) -> None:
         """Let the leaders in `steps` end step 10 + rank, and those in `talking` exchange messages."""
         for rank in sorted(steps):
-            for number in (1, 2):  # the averaging 1 is another model
-                make = (lambda places, r=rank: self.copied(r)) if number == 2 else None
-                self.means[rank].contribute(number, 10 + rank, make)  # type: ignore[arg-type]
+            for number in (1, 3, 2):
+                copied = functools.partial(self.copied, rank)
+                self.means[rank].contribute(number, lambda _, n=number, f=copied: f(n))
         for rank in sorted(self.living if talking is None else talking):
             box, self.boxes[rank] = self.boxes[rank], []
             for to, message in self.means[rank].talk(self.living, box):  # type: ignore[arg-type]

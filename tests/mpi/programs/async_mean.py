@@ -33,25 +33,33 @@ def main() -> None:
     torch.manual_seed(0)
     world, is_last = worlds.current(), hvd.super_rank() == hvd.super_size() - 1
     others = [r for group in world.groups[:-1] for r in group]
-    original = async_mean.contribution
+    original = async_mean.contributions
 
-    def contribution(averaging, places):
+    def contributions(wants):
         if is_last and what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        arrays = original(averaging, places)
-        np.savez(folder / f"{world.super_rank}.{averaging.step}.npz", *arrays)
-        return arrays
+        made = original(wants)
+        if made is not None:
+            np.savez(folder / f"{world.super_rank}.{made[0]}.npz", *made[1])
+        return made
 
-    async_mean.contribution = contribution
+    async_mean.contributions = contributions
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
     model.register_parameter("tied", model[0].bias)
     frozen = torch.nn.Parameter(torch.tensor([float(hvd.rank())]), requires_grad=False)
     model.register_parameter("frozen", frozen)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01),
-        named_parameters=[(n, p) for n, p in model.named_parameters() if p.requires_grad],
-        buffers=[(n, b) for n, b in model.named_buffers() if b.is_floating_point()],
-    )
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.AdamW([p for _, p in part], lr=0.01),
+            named_parameters=part,
+            buffers=[
+                (n, b) for n, b in model.named_buffers() if b.is_floating_point() and part is rest
+            ],
+        )
+        for rest in [named[2:]]
+        for part in (named[:2], rest)
+    ]
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     asked, done = folder / "asked", folder / "done"
     handle, since, polled, rng = None, 0, 0, generator(world.rank)
@@ -75,8 +83,8 @@ def main() -> None:
 
     for step in count():
         if what == "joined":
-            hvd.admit(model, optimizer, blocking=False)
-        optimizer.zero_grad()
+            hvd.admit(model, optimizers, blocking=False)
+        model.zero_grad()
         model(torch.randn(8, 7, generator=rng)).square().sum().backward()
         if is_last and step == 5:
             (folder / f"inside.{os.getpid()}").touch()
@@ -86,7 +94,8 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif what == "joined" and "HVD_ADPSGD_JOIN" not in os.environ:
                 os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         since += asked.exists()
         if since == STEPS:
             (folder / f"{world.rank}.on").touch()

@@ -425,6 +425,13 @@ def clipped_with_adasum() -> None:
         optimizer.step()
 
 
+def averaged_in_adasum() -> None:
+    model = linear()
+    with retired(wrap(model, op=hvd.Adasum)) as optimizer:
+        backward(model, optimizer)
+        hvd.average_model_async(model)
+
+
 def accumulated() -> None:
     model = linear()
     with retired(wrap(model)) as optimizer:
