@@ -110,16 +110,15 @@ def admit(
         SystemExit: on a joining learner, with status 0, if the job ends before it joins.
     """
     world = worlds.current()
-    _remember(world)
-    joins = world.collectives.joining
+    here, joins = join_server(world), world.collectives.joining
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     order_as(optimizers)
     if not (blocking or joins or waits_anyway()):
         if world.is_plain:
             return state
-        _trust_joined(world)
-        _offer_alone(world, optimizers, patience_s)
-        if not meets(world, DOING, _again, _known, _elsewhere):
+        _trust_joined(here, world)
+        _offer_alone(here, world, optimizers, patience_s)
+        if not meets(world, DOING):
             return state
     reshard(model)
     if joins:
@@ -127,8 +126,8 @@ def admit(
             state, epochs = arrive(world, model, optimizers)
         samplers.join_at(epochs)
         world = worlds.current()
-        _known.update(lost(world.groups, world.collectives.ranks))
-        _elsewhere[len(world.groups)] = -1
+        here.known.update(lost(world.groups, world.collectives.ranks))
+        here.elsewhere[len(world.groups)] = -1
         have_met(world)
         candidates.notify_launcher(world)
         tell_membership(world, joined=True)
@@ -142,9 +141,9 @@ def admit(
     ):
         packed, problem = _packed((state, samplers.epochs(is_between=blocking)))
         stay = set() if blocking else world.collectives.finished()
-        chosen = _survey(world, optimizers, patience_s, problem, stay)
+        chosen = _survey(here, world, optimizers, patience_s, problem, stay)
         if chosen is not None:
-            _admit(world, chosen, model, optimizers, averagings, packed)
+            _admit(here, world, chosen, model, optimizers, averagings, packed)
     have_met(worlds.current())
     tell_membership(worlds.current(), joined=False)
     return state
@@ -174,34 +173,6 @@ class _Coming:
     rank: int
 
 
-_failures: dict[int, int] = {}  # by super_rank, the number of failed starts
-_said: set[str] = set()  # warnings that were logged
-_left: set[int] = set()  # super learners that have left, and are not replaced yet
-# joined in the last call of admit, and when (monotonic); the next call checks if they live
-_joined: dict[int, float] = {}
-_known: set[int] = set()  # lost in the last call, and not replaced since
-# by super_rank that another learner has offered, the rank of that one, as of the last call; -1: not known
-_elsewhere: dict[int, int] = {}
-_again = False  # whether the last call has left super learners to be started by the next one
-
-
-_world_of: list[object] = []  # the teardown of the world that all this is about
-
-
-def _remember(world: World) -> None:
-    """Have all this forgotten in shutdown(): another init() begins another job."""
-    if world.teardown not in _world_of:
-        _world_of.append(world.teardown)
-        world.teardown.at_shutdown(_forget)
-
-
-def _forget() -> None:
-    global _again
-    _again = False
-    for kept in (_failures, _said, _left, _joined, _known, _elsewhere, _world_of):
-        kept.clear()
-
-
 def _packed(state: Any) -> tuple[bytes, str]:
     """Return the packed state for a joining learner, and why it cannot be pickled, "" if it can."""
     try:
@@ -211,6 +182,7 @@ def _packed(state: Any) -> tuple[bytes, str]:
 
 
 def _survey(
+    here: JoinServer,
     world: World,
     optimizers: list[torch.optim.Optimizer],
     patience_s: float,
@@ -222,13 +194,13 @@ def _survey(
     All learners call it together and return the same one.
 
     Args:
+        here: the JoinServer of this learner.
         world: the World of this learner.
         optimizers: all that admit is given.
         patience_s: see admit.
         problem: why the state of this learner cannot be pickled; "" if it can.
         stay: ranks of learners that are not replaced, as known to this learner.
     """
-    here = join_server(world)
     _dismiss_late(here, world)
     mine = list(here.candidates)
     states = [candidate.state() for candidate in mine]
@@ -244,7 +216,7 @@ def _survey(
                 f"{DOING}(state=...) cannot be pickled for a joining learner, {where}. Pass numbers, texts, "
                 "tensors, and dicts and lists of these, as scheduler.state_dict()."
             )
-    _judge_joined(world)
+    _judge_joined(here, world)
     coming = [one for each, _, _ in told for one in each if one.rank in world.collectives.ranks]
     for candidate, state in zip(mine, states, strict=True):
         if state == "failed":
@@ -255,39 +227,38 @@ def _survey(
         if one.number is not None and one.state in ("starting", "ready")
     }
     _start_one(here, world, optimizers, awaited, patience_s, stay)
-    given = _give_number(world, optimizers, mine, coming, set(awaited), patience_s)
-    _elsewhere.clear()
-    _elsewhere.update((i, rank) for i, rank in (awaited | given).items() if rank != world.rank)
+    given = _give_number(here, world, optimizers, mine, coming, set(awaited), patience_s)
+    here.elsewhere = {i: rank for i, rank in (awaited | given).items() if rank != world.rank}
     ready = [one for one in coming if one.state == "ready"]
     return min(ready, key=lambda one: (one.number, one.rank)) if ready else None
 
 
-def _judge_joined(world: World) -> None:
+def _judge_joined(here: JoinServer, world: World) -> None:
     """Count a super learner that failed directly after it joined as a failed start; else reset its count."""
     failed = set(lost(world.groups, world.collectives.ranks))
-    for number in _joined:
+    for number in here.joined:
         if number in failed:
-            more = _count_failure(number)
+            more = _count_failure(here, number)
             if world.rank == min(world.collectives.ranks):
                 log.error("super learner %d failed directly after it had joined%s.", number, more)
         else:
-            _failures.pop(number, None)
-    _joined.clear()
+            here.failures.pop(number, None)
+    here.joined.clear()
 
 
-def _trust_joined(world: World) -> None:
+def _trust_joined(here: JoinServer, world: World) -> None:
     """Reset the failed starts of a super learner that has joined and lived for some time."""
     living = world.living()
-    for number, at in list(_joined.items()):
+    for number, at in list(here.joined.items()):
         if time.monotonic() - at > LIVES_S and living.issuperset(world.groups[number]):
-            del _joined[number]
-            _failures.pop(number, None)
+            del here.joined[number]
+            here.failures.pop(number, None)
 
 
-def _count_failure(number: int) -> str:
+def _count_failure(here: JoinServer, number: int) -> str:
     """Count a failed start of super learner `number`; return the end of the log line, on further attempts."""
-    _failures[number] = _failures.get(number, 0) + 1
-    if _failures[number] < ATTEMPTS:
+    here.failures[number] = here.failures.get(number, 0) + 1
+    if here.failures[number] < ATTEMPTS:
         return ""
     return f"; no more after {ATTEMPTS} attempts"
 
@@ -310,19 +281,18 @@ def _start_one(
     stay: set[int],
 ) -> None:
     """Start one replacement of a lost super learner, if the plan assigns one to this learner."""
-    global _again
-    _again = False
+    here.again = False
     living = world.collectives.ranks
     gone = lost(world.groups, living)
-    _known.clear()
-    _known.update(gone)
-    _left.intersection_update(gone)
-    _left.update(i for i in gone if world.membership.have_left(world.groups[i]))
+    here.known = set(gone)
+    here.left.intersection_update(gone)
+    here.left.update(i for i in gone if world.membership.have_left(world.groups[i]))
     missing = [i for i in gone if i not in awaited and stay.isdisjoint(world.groups[i])]
     if not missing or processes.is_replaced_by_launcher():
         return
-    if is_minority(world.placements, world.groups, living, _left):
+    if is_minority(world.placements, world.groups, living, here.left):
         _say_once(
+            here,
             world,
             f"super learners {missing} are not replaced: the network may be cut, and the {len(living)} "
             "learners here are not the larger side, which may train on.",
@@ -333,6 +303,7 @@ def _start_one(
     for number in missing:
         if number not in plan:
             _say_once(
+                here,
                 world,
                 f"super learner {number} is not replaced: no host of a running super learner has slots for "
                 f"{len(world.groups[number])} more learners (HVD_ADPSGD_SPARE_SLOTS="
@@ -340,22 +311,24 @@ def _start_one(
             )
     plan = {i: rank for i, rank in plan.items() if i in missing}
     mine = [i for i, rank in plan.items() if rank == world.rank]
-    _again = sum(_failures.get(i, 0) < ATTEMPTS for i in mine) > 1  # a learner starts one per call
+    # a learner starts one per call
+    here.again = sum(here.failures.get(i, 0) < ATTEMPTS for i in mine) > 1
     for number, rank in plan.items():
-        if rank == world.rank and _failures.get(number, 0) < ATTEMPTS:
+        if rank == world.rank and here.failures.get(number, 0) < ATTEMPTS:
             log.warning("super learner %d is gone; starting another one in its place.", number)
             here.start(world, number, terms(optimizers), patience_s)
             return
 
 
-def _say_once(world: World, line: str) -> None:
+def _say_once(here: JoinServer, world: World, line: str) -> None:
     """Log a warning on the first surviving learner, once per text."""
-    if world.rank == min(world.collectives.ranks) and line not in _said:
-        _said.add(line)
+    if world.rank == min(world.collectives.ranks) and line not in here.said:
+        here.said.add(line)
         log.warning("%s", line)
 
 
 def _give_number(
+    here: JoinServer,
     world: World,
     optimizers: list[torch.optim.Optimizer],
     mine: list[JoiningSuperLearner],
@@ -368,7 +341,7 @@ def _give_number(
     Returns:
         by the super_rank in the offer, the rank of the learner that sends it; on all learners the same.
     """
-    _refuse_if_full(world)
+    _refuse_if_full(here, world)
     gone = lost(world.groups, world.collectives.ranks)
     for one in coming:
         if one.state != "requesting" or one.request is None:
@@ -382,7 +355,7 @@ def _give_number(
     return {}
 
 
-def _refuse_if_full(world: World) -> None:
+def _refuse_if_full(here: JoinServer, world: World) -> None:
     """Dismiss requesting super learners if the job has no super_rank left for an additional one."""
     if len(world.groups) < MOST_SUPER_LEARNERS:
         return
@@ -391,7 +364,6 @@ def _refuse_if_full(world: World) -> None:
         "each additional one needs a new number. Start the job again from a checkpoint, or replace a failed "
         "super learner"
     )
-    here = join_server(world)
     for candidate in list(here.candidates):
         if candidate.number is not None or candidate.request is None:
             continue
@@ -425,7 +397,9 @@ def _offer(
     candidate.send_offer()
 
 
-def _offer_alone(world: World, optimizers: list[torch.optim.Optimizer], patience_s: float) -> None:
+def _offer_alone(
+    here: JoinServer, world: World, optimizers: list[torch.optim.Optimizer], patience_s: float
+) -> None:
     """Give a requesting super learner its super_rank without a meeting, on the first living learner.
 
     Two learners may both take themselves for the first one, and offer the same super_rank: the second of
@@ -434,14 +408,14 @@ def _offer_alone(world: World, optimizers: list[torch.optim.Optimizer], patience
     living = world.living()
     if world.rank != min(living, default=-1):
         return
-    _refuse_if_full(world)
+    _refuse_if_full(here, world)
     gone = lost(world.groups, living)
-    mine = list(join_server(world).candidates)
+    mine = list(here.candidates)
     for one in mine:
         if one.state() != "requesting" or one.request is None:
             continue
         number = _number_of(world, one.request, gone)
-        owner = -1 if number is None else _elsewhere.get(number)
+        owner = -1 if number is None else here.elsewhere.get(number)
         taken = owner == -1 or owner in living or number in [other.number for other in mine]
         if number is not None and not taken:
             _offer(world, optimizers, one, number, patience_s)
@@ -470,11 +444,12 @@ def _give_up(here: JoinServer, candidate: JoiningSuperLearner) -> None:
         "super learner %d has not joined: %s. Training continues%s.",
         number,
         candidate.problem,
-        _count_failure(number),
+        _count_failure(here, number),
     )
 
 
 def _admit(
+    here: JoinServer,
     world: World,
     chosen: _Coming,
     model: torch.nn.Module,
@@ -483,7 +458,7 @@ def _admit(
     state: bytes,
 ) -> None:
     """Connect all learners to the joining super learner and send it the state; without it if it fails."""
-    here, candidate = join_server(world), None
+    candidate = None
     if chosen.rank == world.rank:
         candidate = next(n for n in here.candidates if n.number == chosen.number and n.request)
     assert chosen.number is not None and chosen.request is not None
@@ -499,8 +474,8 @@ def _admit(
             if candidate is not None:
                 _put_off(here, candidate)
             return
-        _joined[chosen.number] = time.monotonic()
-        _known.discard(chosen.number)
+        here.joined[chosen.number] = time.monotonic()
+        here.known.discard(chosen.number)
         if candidate is not None:
             here.remove(candidate)
         if has_parts(model):  # parts are exchanged after this, in the pause

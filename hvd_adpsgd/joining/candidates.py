@@ -30,6 +30,7 @@ from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
 from hvd_adpsgd.inner import backend
 from hvd_adpsgd.joining.listener import MESSAGE_S, Conversation, Listener, new_secret
+from hvd_adpsgd.joining.meetings import Meetings
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.world import Placement, World
 
@@ -217,9 +218,31 @@ def _difference(its: Sequence[str], ours: Sequence[str]) -> str:
 
 
 class JoinServer:
-    """The joining super learners that connect to this learner's listener, or that this learner starts."""
+    """The joining super learners that connect to this learner's listener, or that this learner starts.
 
-    def __init__(self) -> None:
+    Attributes:
+        candidates: these super learners.
+        failures: by super_rank, the number of failed starts.
+        said: warnings that were logged.
+        left: super learners that have left, and are not replaced yet.
+        joined: those that joined in the last call of hvd.admit, and when (monotonic); the next call checks if
+            they live.
+        known: super learners lost in the last call, and not replaced since.
+        elsewhere: by super_rank that another learner has offered, the rank of that one, as of the last call;
+            -1: not known.
+        again: whether the last call has left super learners to be started by the next one.
+        meetings: decides when learners meet, see Meetings.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.failures: dict[int, int] = {}
+        self.said: set[str] = set()
+        self.left: set[int] = set()
+        self.joined: dict[int, float] = {}
+        self.known: set[int] = set()
+        self.elsewhere: dict[int, int] = {}
+        self.again = False
+        self.meetings = Meetings(rank)
         self.candidates: list[JoiningSuperLearner] = []
         self._lock = threading.Lock()
         self._started: list[subprocess.Popen[bytes]] = []
@@ -327,7 +350,7 @@ def join_server(world: World) -> JoinServer:
     """Return the JoinServer of this learner, which is made at the first call, and closed in shutdown()."""
     global _join_server
     if _join_server is None:
-        _join_server = JoinServer()
+        _join_server = JoinServer(world.rank)
         world.teardown.at_shutdown(_close)
     return _join_server
 

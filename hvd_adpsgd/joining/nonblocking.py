@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping
 
 import torch
 
@@ -10,7 +9,7 @@ from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.joining.callbacks import are_told
 from hvd_adpsgd.joining.candidates import join_server
-from hvd_adpsgd.joining.meetings import Meetings, Messages
+from hvd_adpsgd.joining.meetings import Messages
 from hvd_adpsgd.joining.replacements import lost, starters
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.inside import told
@@ -19,12 +18,8 @@ from hvd_adpsgd.training.presence import live
 _LOOK_S = 1e-2  # between two looks for what the others say
 _LOOKS = 5  # looks in which others wait in an operation; it is not this meeting if there are more
 
-_meetings: Meetings | None = None
 
-
-def meets(
-    world: World, doing: str, again: bool, known: Collection[int], elsewhere: Mapping[int, int]
-) -> bool:
+def meets(world: World, doing: str) -> bool:
     """Return whether all learners meet now, in operation `doing`; see joining/meetings on the waits.
 
     All learners of a super learner call this together, and get the same result.
@@ -32,11 +27,8 @@ def meets(
     Args:
         world: the World of this learner.
         doing: name of the operation.
-        again: whether the last meeting left something to do.
-        known: super_ranks of the lost super learners that the last meeting saw to.
-        elsewhere: by super_rank that another learner has offered, the rank of that learner.
     """
-    is_called = world.is_leader and _is_called(world, doing, again, known, elsewhere)
+    is_called = world.is_leader and _is_called(world, doing)
     if world.inner_size > 1:
         is_called = _as_leader(world, is_called)
     if not is_called:
@@ -49,7 +41,7 @@ def meets(
 
 def have_met(world: World) -> None:
     """Note the end of a meeting; all learners call this after the last operation of hvd.admit."""
-    _of(world).met(world.collectives.number)
+    join_server(world).meetings.met(world.collectives.number)
 
 
 def waits_anyway() -> bool:
@@ -57,52 +49,36 @@ def waits_anyway() -> bool:
     return any(averaging.plan.in_step is not None for averaging in live())
 
 
-def _of(world: World) -> Meetings:
-    global _meetings
-    if _meetings is None or _meetings.me != world.rank:
-        _meetings = Meetings(world.rank)
-        world.teardown.at_shutdown(_forget)
-    return _meetings
-
-
-def _forget() -> None:
-    global _meetings
-    _meetings = None
-
-
-def _is_called(
-    world: World, doing: str, again: bool, known: Collection[int], elsewhere: Mapping[int, int]
-) -> bool:
-    state = _of(world)
-    collectives = world.collectives
-    mine = list(join_server(world).candidates)
+def _is_called(world: World, doing: str) -> bool:
+    here, collectives = join_server(world), world.collectives
+    mine = list(here.candidates)
     states, next_one = {one.state() for one in mine}, len(world.groups)
     awaits = any(one.number == next_one for one in mine)
     failed = set(world.membership.failed_ranks())
 
     def talk(living: set[int], heard: Messages) -> tuple[bool, Messages]:
-        awaited = awaits or elsewhere.get(next_one) in living
+        awaited = awaits or here.elsewhere.get(next_one) in living
         acts = not states.isdisjoint(("ready", "failed")) or (
             "requesting" in states and not awaited
         )
         gone = set(lost(world.groups, (living - failed) | collectives.finished()))
-        new = set() if gone <= set(known) else gone
+        new = set() if gone <= here.known else gone
         if not are_told():  # nobody but a replacement needs to know of failures
             new &= _startable(world, living - failed)
         leaders = _leaders(world, living - failed)
         # learners that have failed with a mate cannot meet, and are waited for until they end
         ending = any(failed.intersection(its) and living.intersection(its) for its in world.groups)
-        first = acts or again or world.rank == min(leaders, default=world.rank)
-        wants = bool(acts or again or new) and not ending
+        first = acts or here.again or world.rank == min(leaders, default=world.rank)
+        wants = bool(acts or here.again or new) and not ending
         others = leaders - {world.rank}
-        return state.called(time.monotonic(), others, heard, wants, first, time.time())
+        return here.meetings.called(time.monotonic(), others, heard, wants, first, time.time())
 
     return collectives.confer(doing, talk) or _are_all_in(world, doing)
 
 
 def _are_all_in(world: World, doing: str) -> bool:
     """Wait for the others as long as the Meetings tell; return whether the meeting begins."""
-    state, collectives = _of(world), world.collectives
+    state, collectives = join_server(world).meetings, world.collectives
     looks = 0  # in which another learner has waited in an operation that may be this meeting
     is_between = True
 

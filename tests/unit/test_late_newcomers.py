@@ -34,10 +34,9 @@ def test_who_comes_too_late_is_dismissed_and_counts_as_no_failure(
     one.request = JoinRequest((), instead_of)
     here.candidates.append(one)
     world = SimpleNamespace(groups=((0,), (1,)), collectives=SimpleNamespace(ranks=(1,)))
-    failures = dict(admission._failures)
     admission._dismiss_late(here, cast(Any, world))
     assert (one in here.candidates) is stays
-    assert admission._failures == failures
+    assert here.failures == {}
 
 
 class _Hears:
@@ -64,7 +63,6 @@ def test_one_more_than_a_job_can_have_is_refused(
     here, one, hears = JoinServer(), JoiningSuperLearner(None, 0.0), _Hears()
     one.enters(cast(Any, hears), JoinRequest((), None))
     here.candidates.append(one)
-    monkeypatch.setattr(admission, "join_server", lambda world: here)
     monkeypatch.setattr(admission, "MOST_SUPER_LEARNERS", 2)
     world = cast(
         Any,
@@ -76,11 +74,13 @@ def test_one_more_than_a_job_can_have_is_refused(
         ),
     )
     if alone:
-        admission._offer_alone(world, [], 1.0)
+        admission._offer_alone(here, world, [], 1.0)
     else:
         asks = [admission._Coming(None, "requesting", one.request, 0)]
-        assert admission._give_number(world, [], [], asks, set(), 1.0) == {}, "on another learner"
-        assert admission._give_number(world, [], [one], asks, set(), 1.0) == {}
+        assert admission._give_number(here, world, [], [], asks, set(), 1.0) == {}, (
+            "on another learner"
+        )
+        assert admission._give_number(here, world, [], [one], asks, set(), 1.0) == {}
     error, closed = hears.sent
     assert closed == "closed" and isinstance(error, LaunchError)
     assert "had 2 super learners, the most is 2" in str(error)
