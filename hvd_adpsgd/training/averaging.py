@@ -23,8 +23,8 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.strategies.plan import Rounds
 from hvd_adpsgd.training.auto_share import AutoShare
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
+from hvd_adpsgd.training.drift import FirstModels
 from hvd_adpsgd.training.engines import Engines
-from hvd_adpsgd.training.first_models import FirstModels
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
 from hvd_adpsgd.training.shared_moments import SharedMoments

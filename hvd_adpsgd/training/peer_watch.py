@@ -38,6 +38,8 @@ from typing import Any
 
 from hvd_adpsgd.collectives.collectives import Made
 from hvd_adpsgd.collectives.usage import module_of as _module
+from hvd_adpsgd.engine.kernels import fence
+from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
@@ -47,7 +49,6 @@ from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 from hvd_adpsgd.messaging.mpi_transport import exited
-from hvd_adpsgd.training.peer_board import PeerBoard
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
 
 log = logging.getLogger("hvd_adpsgd")
@@ -64,6 +65,9 @@ _LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "threading", "contextlib")
 _INSIDE = ("horovod.", "hvd_adpsgd.inner.over_torch.")
 _OPERATIONS, _WRAPPERS = ("hvd_adpsgd.torch.", "hvd_adpsgd.joining.", *_INSIDE), ("checked", "told")
 
+_TEXT_NBYTES = 1000
+_NUMBERS = "ended", "begun", "failed", "looks", "pid", "pids"
+COLUMNS = (*((name, "i8") for name in _NUMBERS), ("text", f"S{_TEXT_NBYTES}"))
 _watches: weakref.WeakKeyDictionary[Membership, _PeerWatch] = weakref.WeakKeyDictionary()
 
 
@@ -307,3 +311,48 @@ class _PeerWatch:
         self._board.mine["ended"] = 1 + self._begun()
         self._over.set()
         self._checks.join(2 * _PERIOD_S)
+
+
+class PeerBoard:
+    """What the learners of a super learner know of each other's operations in torch: a row of each, shared.
+
+    Columns of a learner's row:
+
+        ended       0 until the learner enters shutdown(), then 1 + the number of operations it had begun
+        begun       number of operations of torch that it has begun, up to a second ago
+        failed      1 once it has detected an error that ends the super learner
+        looks       number of looks of its watch at this board; -1 after the last one
+        pid, pids   of its process, and the namespace that this number is of
+        text        that error; before, the operation inside the super learner that it is in, or ""
+    """
+
+    def __init__(self, world: World):
+        self._rows = shared_table(COLUMNS, world.inner)
+        self.mine = self._rows[world.inner_rank]
+        self.mine["pid"], self.mine["pids"] = os.getpid(), os.stat("/proc/self/ns/pid").st_ino
+
+    def column(self, name: str) -> list[int]:
+        """Return what all learners have in a column."""
+        values: list[int] = self._rows[name].tolist()
+        return values
+
+    def write(self, text: str) -> None:
+        """Write this learner's text."""
+        self.mine["text"] = text.encode()[:_TEXT_NBYTES]
+
+    def text(self, peer: int) -> str:
+        """Return a learner's text, which that one may just be writing."""
+        text: bytes = self._rows["text"][peer]
+        return text.decode(errors="replace")
+
+    def report(self, error: str) -> None:
+        """Write an error that this learner has detected, for good."""
+        self.write(error)
+        fence()
+        self.mine["failed"] = 1
+
+    def error(self) -> str | None:
+        """Return the error that a learner has reported."""
+        failed = self.column("failed")
+        fence()
+        return self.text(failed.index(1)) if any(failed) else None

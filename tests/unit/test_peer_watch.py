@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError, LearnerFailedError
-from hvd_adpsgd.training import peer_board, peer_watch
-from hvd_adpsgd.training.peer_board import COLUMNS, PeerBoard
-from hvd_adpsgd.training.peer_watch import _PeerWatch
+from hvd_adpsgd.training import peer_watch
+from hvd_adpsgd.training.peer_watch import COLUMNS, PeerBoard, _PeerWatch
 from tests.launcher import wait_for
 
 CROSSED = CollectiveMismatchError("learner 5 is in barrier")
@@ -50,7 +49,7 @@ class Job:
             "interrupt_group": lambda world: self.interrupted.append(world),
         }.items():
             monkeypatch.setattr(peer_watch, name, value)
-        monkeypatch.setattr(peer_board, "shared_table", lambda *_: self.rows)
+        monkeypatch.setattr(peer_watch, "shared_table", lambda *_: self.rows)
         monkeypatch.setattr("hvd_adpsgd.training.super_learner.abort_group", lambda world: None)
         self.watch = _PeerWatch(self.world)
         self.mates = SimpleNamespace(

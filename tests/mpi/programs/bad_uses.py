@@ -24,7 +24,7 @@ from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.inner import backend
-from hvd_adpsgd.training import first_models
+from hvd_adpsgd.training import drift
 
 
 def with_names(model: Any) -> None:
@@ -341,7 +341,7 @@ def started_apart() -> None:
     """Super learners, each with one model of its own; with a broadcast after wrapping none is."""
     found = []
     for broadcasts in (False, True):
-        first_models._has_stepped[:] = [False]  # as in a script that begins
+        drift._has_stepped[:] = [False]  # as in a script that begins
         usage.tally.kinds.clear()
         model = linear()
         model.weight.data.add_(hvd.super_rank())  # type: ignore[operator, union-attr]
