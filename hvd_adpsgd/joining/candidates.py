@@ -29,7 +29,7 @@ from hvd_adpsgd.engine.handshake import SECRET_NBYTES
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, network_name
 from hvd_adpsgd.errors import InnerOnlyError, LaunchError, PeerFailedError
 from hvd_adpsgd.inner import backend
-from hvd_adpsgd.joining.listener import MESSAGE_S, Conversation, Listener, new_secret
+from hvd_adpsgd.joining.listener import Conversation, Listener, new_secret
 from hvd_adpsgd.joining.meetings import Meetings
 from hvd_adpsgd.launch import processes
 from hvd_adpsgd.launch.world import Placement, World
@@ -188,7 +188,7 @@ class JoiningSuperLearner:
         """Send the joining super learner an object; its state becomes failed if the connection is lost."""
         assert self.conversation is not None
         with contextlib.suppress(PeerFailedError):
-            self.conversation.send(value, MESSAGE_S)
+            self.conversation.send(value)
 
     def dismiss(self, patience_s: float = 0.0, why: str = "") -> None:
         """Make the joining super learner exit without joining; kill processes started here that do not exit.

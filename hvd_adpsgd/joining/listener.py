@@ -13,15 +13,13 @@ connections whose proof has not arrived are open at once: one more closes the ol
 
 import contextlib
 import logging
-import math
 import pickle
 import secrets
-import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from hvd_adpsgd.engine.handshake import (
@@ -41,8 +39,6 @@ log = logging.getLogger("hvd_adpsgd")
 # longest wait of a learner that trains for the rest of a message, or until a message is taken
 MESSAGE_S = 10.0
 _HANDSHAKE_S = 5.0
-_LENGTH = struct.Struct("!I")  # in front of each object: the number of its bytes
-_READ_NBYTES = 2**20
 _FAILURE_S = 60.0  # the default of failure_timeout_s
 _UNPROVEN = 16  # connections whose proof has not been received, at most
 _NAME = "hvd_adpsgd "
@@ -59,59 +55,43 @@ def new_secret() -> bytes:
 class Conversation:
     """A connection that carries objects between a joining super learner and a learner of the job, in order.
 
+    The other side may stop in the middle of an object: then the connection is closed after MESSAGE_S.
+
     Args:
         connection: a connection whose two ends have proved that they know the secret.
     """
 
     def __init__(self, connection: socket.socket):
-        self.connection = connection
-        connection.setblocking(False)
-        # the beginning of the next object, and the number of its bytes before it
-        self._arrived = bytearray()
+        connection.setblocking(True)
+        longest = struct.pack("ll", int(MESSAGE_S), round(1e6 * (MESSAGE_S % 1)))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, longest)
+        self._connection = Connection(connection.detach())
 
-    def send(self, value: Any, seconds: float | None = None) -> None:
+    def send(self, value: Any) -> None:
         """Send an object.
 
-        Args:
-            value: the object.
-            seconds: longest wait for the other side to take its bytes, after which the connection is closed;
-                None: wait as long as the other side runs.
-
         Raises:
-            PeerFailedError: if the other side has ended, or does not take the object within `seconds`.
+            PeerFailedError: if the other side has ended, or does not take the object.
         """
-        data = pickle.dumps(value)
-        rest, ends = memoryview(_LENGTH.pack(len(data)) + data), _deadline(seconds)
-        while rest:
-            if not self._is_ready(select.POLLOUT, ends):
-                self.close()  # the other side could not tell the rest of this object from the next one
-                raise PeerFailedError(
-                    f"the other side of the listener received no complete message for {seconds:g} s"
-                )
-            with _losses(), contextlib.suppress(BlockingIOError):
-                rest = rest[self.connection.send(rest) :]
+        with self._bounded("received"):
+            self._connection.send_bytes(pickle.dumps(value))
 
     def receive(self, seconds: float | None) -> Any:
         """Receive and return the next object.
 
         Args:
-            seconds: longest wait; None: wait as long as the other side runs.
+            seconds: longest wait until it begins; None: wait as long as the other side runs.
 
         Raises:
             PeerFailedError: if no object comes within `seconds`, or the other side has ended.
         """
-        ends = _deadline(seconds)
-        while (missing := self._missing) > 0:
-            if not self._is_ready(select.POLLIN, ends):
-                raise PeerFailedError(
-                    f"the other side of the listener sent no complete message for {seconds:g} s"
-                )
-            with _losses(), contextlib.suppress(BlockingIOError):
-                more = self.connection.recv(min(missing, _READ_NBYTES))
-                if not more:
-                    raise _lost("it has ended")
-                self._arrived += more
-        data, self._arrived = bytes(self._arrived[_LENGTH.size :]), bytearray()
+        with self._bounded("sent"):
+            data = self._connection.recv_bytes() if self._connection.poll(seconds) else None
+        if data is None:
+            raise PeerFailedError(
+                f"the other side of the listener sent no complete message for {seconds:g} s"
+            )
         try:
             return pickle.loads(data)
         except Exception as error:  # pickle raises exceptions of many classes
@@ -120,51 +100,31 @@ class Conversation:
                 "release on both sides."
             ) from error
 
-    @property
-    def _missing(self) -> int:
-        """The number of bytes that the next object, or its length, still lacks."""
-        if len(self._arrived) < _LENGTH.size:
-            return _LENGTH.size - len(self._arrived)
-        return _LENGTH.size + int(_LENGTH.unpack_from(self._arrived)[0]) - len(self._arrived)
-
     def received(self) -> list[Any]:
-        """Return a list with the next object, or an empty list if no object has begun to arrive.
+        """Return a list with the next object, an empty one if none has begun to arrive; see receive."""
+        with self._bounded("sent"):
+            has_begun = self._connection.poll(0)
+        return [self.receive(0)] if has_begun else []
 
-        Raises:
-            PeerFailedError: if an object that has begun to arrive is incomplete after MESSAGE_S; see receive.
-        """
-        begun = self._arrived or self._is_ready(select.POLLIN, -math.inf)
-        return [self.receive(MESSAGE_S)] if begun else []
-
-    def _is_ready(self, events: int, ends: float) -> bool:
-        """Wait until bytes can move or the connection has ended; return False after `ends`."""
-        if self.connection.fileno() < 0:
-            raise _lost("the connection is closed")
-        poll = select.poll()
-        poll.register(self.connection, events)
-        seconds = ends - time.monotonic()
-        return bool(poll.poll(None if seconds == math.inf else max(0.0, 1e3 * seconds)))
+    @contextlib.contextmanager
+    def _bounded(self, doing: str) -> Iterator[None]:
+        """Context manager that closes the connection after an error, and raises a PeerFailedError instead."""
+        try:
+            yield
+        except BlockingIOError:  # of the time limit
+            self.close()  # the rest of this object cannot be told from the next one
+            raise PeerFailedError(
+                f"the other side of the listener {doing} no complete message for {MESSAGE_S:g} s"
+            ) from None
+        except (OSError, EOFError) as error:
+            self.close()
+            raise PeerFailedError(
+                f"the other side of the listener is lost: {error or 'it has ended'}"
+            ) from None
 
     def close(self) -> None:
         """Close the connection."""
-        self.connection.close()
-
-
-def _deadline(seconds: float | None) -> float:
-    return math.inf if seconds is None else time.monotonic() + seconds
-
-
-def _lost(why: object) -> PeerFailedError:
-    return PeerFailedError(f"the other side of the listener is lost: {why}")
-
-
-@contextlib.contextmanager
-def _losses() -> Iterator[None]:
-    """Context manager that turns the error of a connection into a PeerFailedError."""
-    try:
-        yield
-    except OSError as error:
-        raise _lost(error) from None
+        self._connection.close()
 
 
 class Listener:
@@ -321,7 +281,7 @@ def _proven(connection: socket.socket, failure_s: float) -> Conversation:
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Conversation(socket.socket(fileno=connection.detach()))
+    return Conversation(connection)
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:

@@ -90,10 +90,10 @@ class Gather:
             return None
         try:
             if self._world.collectives.joining:
-                end.conversation.send((kind, own), self._left_s)
+                end.conversation.send((kind, own))
                 return end.conversation.receive(self._left_s)
             told = end.conversation.receive(self._left_s)
-            end.conversation.send((kind, own), self._left_s)
+            end.conversation.send((kind, own))
             return told
         except PeerFailedError as error:
             end.problem = f"it failed, or did not come, when all met ({error})"

@@ -12,9 +12,9 @@ Sums of n independent numbers of size s differ by s sqrt(2n), which is about the
 rounding leaves of a change that a script has taken back is 10^7 times smaller.
 
 Later a model drifts apart if the learners step with equal gradients, but not alike: with learning rates of
-each learner's own (ReduceLROnPlateau with its own loss), or a step that one learner skips. Nothing brings such
-models together again, and means are those of the leaders' models: they are compared where a mean is taken
-(`warn_of_drift`).
+each learner's own (ReduceLROnPlateau with its own loss), or a step that one learner skips. Nothing brings
+such models together again, and means are those of the leaders' models: they are compared where a mean is
+taken (`warn_of_drift`).
 """
 
 import logging

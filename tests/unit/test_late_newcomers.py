@@ -48,7 +48,7 @@ class _Hears:
     def received(self) -> list[Any]:
         return []
 
-    def send(self, value: Any, seconds: float | None = None) -> None:
+    def send(self, value: Any) -> None:
         self.sent.append(value)
 
     def close(self) -> None:
