@@ -110,7 +110,6 @@ def run_learners(
     env: Mapping[str, str] | None = None,
     timeout: float = LONGEST_S,
     launcher: str | None = "mpirun",
-    kept: bool = False,
     fresh: bool = False,
     imports: Sequence[str] = (),
 ) -> Result:
@@ -125,7 +124,6 @@ def run_learners(
         launcher: "mpirun", "horovodrun" (learners start as users' do, not by QUICK), "gloo" (horovodrun
             --gloo), "torchrun", "srun" (its variables), or None for one process without any. TEST_LAUNCHER in
             the environment takes the place of "mpirun".
-        kept: run each learner below the shell that our Horovod build puts there.
         fresh: start each learner's Python, where a learner's parent or memory matters; without,
             those that horovodrun does not start are forked by QUICK's server.
         imports: modules that forked learners have imported when the program begins; they may need torch's
@@ -146,11 +144,7 @@ def run_learners(
         else:
             file = program
         python = [sys.executable]
-        if kept:
-            from horovod.runner.mpi_run import _OMPI5_KEEPER
-
-            python = [*_OMPI5_KEEPER, *python]
-        elif launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
+        if launcher != "horovodrun" and not fresh and not any(k.startswith(_EARLY) for k in env):
             name = server(*_at_imports(imports, env))
             python = [*python, "-I", "-S", str(QUICK / "client.py"), name]
         ways = {"TEST_DEVICES": ON_DEVICES, "TEST_GPU": ON_GPU}

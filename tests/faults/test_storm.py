@@ -8,7 +8,7 @@ import pytest
 
 from tests.storm.judge import judge
 from tests.storm.play import play
-from tests.storm.script import EPOCH, Script, drift, script_of
+from tests.storm.script import EPOCH, Fault, Script, drift, script_of
 from tests.storm.story import Story
 
 pytestmark = pytest.mark.mpi
@@ -28,6 +28,47 @@ def test_the_promises_hold_on_real_processes(seed: int) -> None:
     story = play(script_of(seed))
     assert not story.broken, str(story)
     assert story.of("fault") or seed not in SHORT, str(story)
+
+
+FAULTS = {  # kind and place; super learners and learners of each; who commits it: super learner, inner rank
+    ("kill", "exchange"): (3, 1, [(0, 0)]),
+    ("kill", "gradient"): (2, 2, [(0, 1)]),
+    ("kill", "shutdown"): (2, 2, [(0, 0), (0, 1)]),
+    ("stop", "gradient"): (2, 2, [(1, 0)]),
+    ("exit", "step"): (4, 1, [(2, 0)]),
+    ("os_exit", "step"): (4, 1, [(0, 0), (1, 0), (3, 0)]),
+    ("raise", "gradient"): (2, 2, [(0, 0)]),
+    ("segfault", "step"): (4, 1, [(0, 0), (1, 0), (3, 0)]),
+}
+FURTHER = ("raise", "segfault")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        pytest.param(*fault, marks=[pytest.mark.extended] * (fault[0] in FURTHER))
+        for fault in FAULTS
+    ],
+)
+def test_every_kind_of_fault_in_a_job_of_mpirun(kind: str, place: str) -> None:
+    """Of a leader, its mate, a whole super learner, and all but one; the last step is one of them."""
+    n, k, who = FAULTS[kind, place]
+    epochs = 5
+    step = epochs * EPOCH - 1 if place == "shutdown" or kind == "exit" else 7
+    variables = {
+        "HVD_ADPSGD_SUPER_LEARNER_SIZE": str(k),
+        "HVD_ADPSGD_LEAVE_DEADLINE_S": "2",
+        "ADPSGD_SAME_HOST": "mpi",
+        "ADPSGD_CHUNK_KIB": "64",
+    }
+    script = dataclasses.replace(
+        script_of(0), launcher="mpirun", n=n, k=k, epochs=epochs, strategy="random_pairs",
+        dtype="float64", share=1.0, rate=2.0, chunks=64, variables=variables, joins=None, left_out=(),
+        faults=tuple(Fault(kind, one, inner, step, place, 2.0) for one, inner in who),
+    )  # fmt: skip
+    story = play(script)
+    assert not story.broken, str(story)
+    assert len(story.of("fault")) == len(who), str(story)
 
 
 SHAPE = (2, 3)

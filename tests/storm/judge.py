@@ -12,7 +12,8 @@ from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from tests.storm.script import drift
 from tests.storm.story import Story
 
-FATAL = ("kill", "segfault", "leave", "raise")
+FATAL = ("kill", "segfault", "leave", "raise", "exit", "os_exit")
+BY_SCRIPT = ("raise", "exit")  # with a status of its own, 1
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}
 NOT_ENDED = "the status of the job may not tell"  # the library's warning
 OVERLAP = 2.0  # see Interval.off_hull
@@ -122,7 +123,7 @@ def _of_mpirun(story: Story) -> list[set[int]]:
     if len(hit) == script.n:
         return [set()]
     allowed = {FAILED_STATUS} | late
-    if any(note["kind"] == "raise" or note["place"] == "wrap" for note in _fatal(story)):
+    if any(note["kind"] in BY_SCRIPT or note["place"] == "wrap" for note in _fatal(story)):
         allowed.add(1)
     if script.joins:
         allowed.add(0)
@@ -132,7 +133,7 @@ def _of_mpirun(story: Story) -> list[set[int]]:
 def _must_tell(story: Story) -> bool:
     """Whether the first survivor must end with a status that tells of the failure, if nobody is replaced."""
     alone = all((who, False) in _hit(story) for who in range(story.script.n))
-    fatal, exempt = _fatal(story), ("raise", "leave")
+    fatal, exempt = _fatal(story), (*BY_SCRIPT, "leave")
     return (
         not (alone or story.script.joins or _may_be_silent(story))
         and any(note["kind"] not in exempt for note in fatal)

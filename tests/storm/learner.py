@@ -127,6 +127,10 @@ class Learner:
             self.factor = fault.value
         elif fault.kind == "raise":
             raise RuntimeError("a fault of the script")
+        elif fault.kind == "exit":
+            sys.exit(1)
+        elif fault.kind == "os_exit":
+            os._exit(1)
         elif fault.kind in LINKS:
             side = "apart" if fault.kind == "partition" else "nowhere"
             cut = (self.folder / "links").read_text().split()

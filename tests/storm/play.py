@@ -90,8 +90,13 @@ class Stage:
             self.job.append(self._started([*self._program(), *host], place))
 
     def _program(self) -> list[str]:
-        quick = [sys.executable, "-I", "-S", str(QUICK / "client.py"), server()]
-        return [*quick, str(LEARNER), str(self.folder)]
+        command = [sys.executable, "-I", "-S", str(QUICK / "client.py"), server()]
+        if any(fault.kind == "os_exit" for fault in self.script.faults):
+            from horovod.runner.mpi_run import _OMPI5_KEEPER
+
+            # os._exit passes by every exit handler: only the shell above the learner can tell
+            command = [*_OMPI5_KEEPER, sys.executable]
+        return [*command, str(LEARNER), str(self.folder)]
 
     def _started(self, command: Sequence[str], place: dict[str, str]) -> subprocess.Popen[bytes]:
         variables = {

@@ -55,8 +55,8 @@ class Fault:
     """What one learner does to itself.
 
     Attributes:
-        kind: kill, segfault, stop (SIGSTOP, SIGCONT), slow, leave (SIGTERM), raise; cut: its host is off the
-            switch; partition: some hosts are on another switch.
+        kind: kill, segfault, stop (SIGSTOP, SIGCONT), slow, leave (SIGTERM), raise, exit, os_exit; cut: its
+            host is off the switch; partition: some hosts are on another switch.
         who: its super learner; the number of super learners: whoever joins.
         inner: its rank in the super learner.
         step: the fault is committed at this step, or when the place is reached after it.
