@@ -314,17 +314,6 @@ def test_a_job_requeues_itself_before_its_time_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_training_that_fails_is_requeued(tmp_path: Path) -> None:
-    with training(tmp_path) as run:
-        (tmp_path / "raise").touch()
-        run.slurm.wait_for(lambda: run.job()["Restarts"] == "1", "requeued", run.said)
-        (tmp_path / "raise").unlink()
-        run.wait_for_restart()
-        assert run.end()["JobState"] == "COMPLETED"
-    assert "as the test wanted" in run.said()  # the first start's output is kept
-
-
-@pytest.mark.extended
 def test_scancel_ends_all_learners_in_order(tmp_path: Path) -> None:
     with training(tmp_path) as run:
         run.slurm.scancel(str(run.number))

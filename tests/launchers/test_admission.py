@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ import pytest
 
 from hvd_adpsgd.engine.interfaces import addresses
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
-from tests.faults.test_replacement import joinings
 from tests.launcher import QUICK, environment, launch
 from tests.launchers.grown import require_grown
 
@@ -362,18 +360,6 @@ def test_a_replacement_comes_by_a_door_on_a_network(launches: Launches) -> None:
     facts = replaced(launches, 3, "2", told)
     assert sorted(f["rank"] for f in facts if f["new"]) == [2], launches.report()
     assert "JOIN=127.0.0.1" not in launches.errors(0)
-
-
-@pytest.mark.extended
-def test_each_of_four_is_lost_and_replaced_once(launches: Launches) -> None:
-    """The first leader among them, and one that has started others; the job outlives its launcher."""
-    for facts in replaced(launches, 4, "0,1,2,3", {}):
-        told = joinings(facts)
-        assert facts["new"] and len(told) == 4, launches.report()
-        assert facts["told"][-1][2] == [0, 1, 2, 3]
-        assert all(math.isclose(before, after, rel_tol=1e-12) for _, before, after, *_ in told)
-        means = [after for _, _, after, *_ in told]
-        assert any(math.isclose(facts["first"][0], mean, rel_tol=1e-12) for mean in means)
 
 
 @pytest.mark.extended

@@ -1,7 +1,6 @@
 """The same script under each launcher: with MPI, and without it."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -335,20 +334,6 @@ def test_without_mpi_process_sets_are_made_at_run_time(launcher: str) -> None:
     assert [f["all"] for f in facts] == [3.0] * 3
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("victims", [{2}, {0, 1}])
-def test_without_mpi_sigterm_makes_a_super_learner_leave(victims: set[int]) -> None:
-    program = TRAINS_ON.replace("hvd.rank() == victim", f"hvd.rank() in {victims}")
-    args = ["0", "SIGTERM"]
-    result = run_learners(4, program, args=args, env=OF_TWO, launcher="srun")
-    gone = {0, 1} if min(victims) < 2 else {2, 3}
-    facts = {f["rank"]: f for f in result.said}
-    assert set(facts) == set(range(4)) - gone, result.report()
-    assert all(f["failed"] == [] for f in facts.values())
-    assert "has failed" not in result.stderr
-    assert result.returncode == 128 + signal.SIGTERM
-
-
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
@@ -389,8 +374,6 @@ def test_a_learner_that_does_not_come_is_an_error_on_the_others(launcher: str, w
     ("env", "words"),
     [
         ({"HVD_ADPSGD_WIRE": "mpi"}, ("MPI does not join", "horovodrun --mpi")),
-        ({"HVD_ADPSGD_DEADLINE_S": "soon"}, ("HVD_ADPSGD_DEADLINE_S", "'soon'", "on learner 0")),
-        ({"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2"}, ("SIZE=2", "3 learners")),
         ({"HVD_ADPSGD_NICS": "none7"}, ("HVD_ADPSGD_NICS=none7", "is up and has an address")),
         ({"COMM": "1"}, ("init(comm=...)", "srun")),
     ],

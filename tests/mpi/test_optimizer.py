@@ -42,11 +42,6 @@ def trained_in_pairs() -> dict[str, list[Facts]]:
     return launch(4, "same_inside.py", **{SIZE: "2"}).by_case()
 
 
-@functools.cache
-def trained_in_threes() -> dict[str, list[Facts]]:
-    return launch(6, "same_inside.py", *OPTIMIZERS, "growing", **{SIZE: "3"}).by_case()
-
-
 def require_trained(said: Sequence[Facts], learners: int) -> None:
     """Identical in the super learner after every step; the engines exchanged meanwhile."""
     assert [facts["rank"] for facts in said] == list(range(learners))
@@ -61,12 +56,6 @@ def require_trained(said: Sequence[Facts], learners: int) -> None:
 def test_same_inside_with_every_optimizer(name: str) -> None:
     require_trained(trained_in_pairs()[name], 4)
     assert all(facts["is_instance"] for facts in trained_in_pairs()[name])
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "growing"])
-def test_same_in_super_learners_of_three(name: str) -> None:
-    require_trained(trained_in_threes()[name], 6)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +195,6 @@ def require_learned(facts: dict[str, Any]) -> None:
     assert facts["at_start"] < 0.7
     assert facts["losses"][-1] < 0.25 * facts["losses"][0]
     assert facts["accuracy"] > 0.95
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("size", ["1", "2"])
-def test_horovod_script_trains(tmp_path: Path, size: str) -> None:
-    require_learned(horovod_script(4, tmp_path, 3, "horovodrun", **OURS, **{SIZE: size}))
 
 
 def test_horovod_script_resumes_what_plain_horovod_has_begun(tmp_path: Path) -> None:

@@ -300,12 +300,6 @@ def test_learners_of_a_node_stay_the_same_when_nothing_makes_them_wait(spec: str
     require_same(trained("later", 4).said[f"2x2/free/{spec}"])
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("spec", sorted({*LAWS, *GOSSIP} - {*ONE_OF_A_KIND}))
-def test_nor_with_others_of_the_kind(spec: str) -> None:
-    require_same(trained("free", 4).said[f"2x2/free/{spec}"])
-
-
 def require_same(said: list[Facts]) -> None:
     assert [facts["same"] for facts in said] == [True] * 4
     assert said[0]["work"] > 0

@@ -155,35 +155,3 @@ def test_where_there_are_no_shards_the_log_says_why() -> None:
     assert "no shards, buffers= are those of the leader" in result.stderr, result.report()
     result = run(2, "1", "random_pairs", program=program).checked()
     assert "no shards, one super learner, or one learner in a super learner" in result.stderr
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("place", [0, -1])
-def test_a_parameter_that_is_not_finite_is_seen_by_all_learners_of_its_super_learner(
-    place: int,
-) -> None:
-    """Whichever of them has it in its shard."""
-    program = """
-        import torch
-        import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.errors import NonFiniteModelError
-        from tests.mpi.programs.learner import wrap
-        hvd.init()
-        model = torch.nn.Linear(400, 400, bias=False)
-        optimizer = wrap(model, exchanges_per_step=0.02)
-        raised = None
-        for step in range(10):
-            optimizer.zero_grad()
-            model.weight.square().sum().backward()
-            if step == 5 and hvd.super_rank() == 1:
-                model.weight.data.view(-1)[int(sys.argv[1])] = float("nan")
-            try:
-                optimizer.step()
-            except NonFiniteModelError:
-                raised = step
-                break
-        say(rank=hvd.rank(), raised=raised)
-        hvd.shutdown()
-    """
-    told = run(4, "2", str(place), program=program).by_rank()
-    assert [facts["raised"] for facts in told] == [None, None, 5, 5]

@@ -73,23 +73,6 @@ def test_nothing_watches_if_it_is_turned_off() -> None:
         assert facts["known"] == {}, facts
 
 
-@pytest.mark.extended
-def test_the_next_leader_sends_when_the_first_has_failed() -> None:
-    result = run_learners(3, PROGRAM, env={**OPTIONS, "FAILS": "0"})
-    found = {facts["rank"]: facts for facts in result.said}
-    assert set(found) == {1, 2}, result.report()
-    assert found[1]["sent"] > 0 and found[1]["threads"] == ["hvd_adpsgd.watching"]
-    assert found[2]["sent"] == 0
-
-
-@pytest.mark.extended
-def test_a_writer_that_raises_is_left_off_and_training_goes_on() -> None:
-    env = {**OPTIONS, "WRITER_RAISES": "1"}
-    result = run_learners(2, PROGRAM, env=env).checked()
-    assert result.stderr.count("Nothing more is sent to it, training continues") == 1
-    assert all(facts["step"] > 0 and not facts["points"] for facts in result.by_rank())
-
-
 def test_a_failure_is_in_the_record(tmp_path: Path) -> None:
     env = {**OPTIONS, "HVD_ADPSGD_RECORD": str(tmp_path), "FAILS": "2"}
     run_learners(3, PROGRAM, env=env)

@@ -34,7 +34,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--victims", default="", help="ranks, by comma; lost in this order")
-    parser.add_argument("--together", action="store_true", help="lost all at once")
     parser.add_argument("--after", type=int, default=6, help="epochs after the last replacement")
     parser.add_argument("--fails", default="", help="where a joining learner has failed")
     parser.add_argument("--exits", action="store_true", help="... by an exception")
@@ -49,18 +48,12 @@ def main() -> None:
     parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--elements", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=170.0, help="then all give up")
-    parser.add_argument(
-        "--held", default="", help="super learners whose joining learners never come"
-    )
-    parser.add_argument("--part", type=int, default=0, help="epochs without these only")
-    parser.add_argument("--then", type=int, help="rank that has failed after them")
     parser.add_argument("--alone", type=int, default=0, help="end after so many epochs without it")
     args = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="LOG %(relativeCreated)d %(message)s"
     )
     if NEW:
-        hold(args.held.split(","))
         fail(args, "start")
     admission.RECONNECT_S = joining.RECONNECT_S = args.reconnect_s
     hvd.init()
@@ -76,15 +69,6 @@ def fail(args: argparse.Namespace, where: str) -> None:
             if args.stops:
                 os.kill(os.getpid(), signal.SIGSTOP)
             die()
-
-
-def hold(numbers: list[str]) -> None:
-    """A joining learner of these super learners waits until nobody needs it any more."""
-    starter = os.getppid()
-    if os.environ["HVD_ADPSGD_JOIN_AS"] in numbers:
-        while os.getppid() == starter:
-            time.sleep(0.05)
-        os._exit(0)
 
 
 def leaves(file: Path) -> bool:
@@ -121,7 +105,7 @@ class Run:
             fail(self.args, "wrapped")
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as scripts do
         self.fail_at_reconnect()
-        state = self.replace({"epoch": 0, "whole": 0, "part": 0, "alone": 0, "told": []})
+        state = self.replace({"epoch": 0, "whole": 0, "alone": 0, "told": []})
         self.facts |= {"began": state["epoch"], "first": self.values()}
         if NEW:
             fail(self.args, "joined")
@@ -136,12 +120,7 @@ class Run:
             if whole and lost == len(self.victims):
                 state["whole"] += 1
             state["alone"] += not whole
-            state["part"] += bool(state["part"]) or 0 < hvd.super_size() - len(alive) < lost
-            if state["part"] == self.args.part and self.args.then is not None:
-                self.lose(self.args.then, self.args.folder / "then")
             if (state["whole"] > self.args.after and self.all_met()) or self.late():
-                break
-            if self.args.part and state["part"] > 2 * self.args.part:
                 break
             if self.args.alone and state["alone"] > self.args.alone:
                 break
@@ -215,10 +194,9 @@ class Run:
         return any(hvd.allgather_object(not NEW and time.monotonic() > self.ends))
 
     def lose_some(self, lost: int) -> None:
-        """The next victim, or all that are left, after `lost` of them."""
-        ends = len(self.victims) if self.args.together else min(lost + 1, len(self.victims))
-        for number in range(lost, ends):
-            self.lose(self.victims[number], self.args.folder / f"lost{number}")
+        """The next victim, after `lost` of them."""
+        if lost < len(self.victims):
+            self.lose(self.victims[lost], self.args.folder / f"lost{lost}")
 
     def lose(self, rank: int, file: Path) -> None:
         """A victim dies; all see that it is about to."""

@@ -494,11 +494,6 @@ def main() -> None:
         with super_learners_of(1, nonfinite="skip") as where:
             not_finite(where)
             mean_in_a_block(where)
-    if group == "free":
-        with super_learners_of(2) as where:
-            free_running(
-                where, tuple(spec for spec in (*LAWS, *GOSSIP) if spec not in ONE_OF_A_KIND)
-            )
     if group == "nodes":
         with super_learners_of(2) as where:
             free_running(where, ("a2cid2",))

@@ -50,8 +50,6 @@ class Recorder:
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
         self.threads.add(threading.current_thread().name)
-        if os.environ.get("WRITER_RAISES"):
-            raise OSError("no space left")
         self.points.append((tag, scalar_value, global_step or 0))
 
 
@@ -112,7 +110,7 @@ if FAILS:
     lives = [rank for rank in range(hvd.size()) if str(rank) != FAILS]
     train(lambda: bool(hvd.failed_ranks()))
     seen = Seen()
-    train(lambda: seen.enough(lives) and (hvd.rank() != lives[0] or bool(recorder.points)))
+    train(lambda: seen.enough(lives))
 step = optimizer._averaging.step
 reports = known(optimizer)
 rank, before = hvd.rank(), watchers()
