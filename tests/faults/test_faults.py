@@ -77,22 +77,6 @@ def test_the_status_when_every_learner_fails_is_not_0(end: str, status: int) -> 
     assert result.returncode == status, result.report()
 
 
-@pytest.mark.extended
-def test_a_failure_after_which_all_come_to_the_end_is_told() -> None:
-    """The script catches the error, so that no learner has a status of its own."""
-    program = """
-        from hvd_adpsgd.errors import LearnerFailedError
-        try:
-            train(10**6 if rank == 0 else 0)
-        except LearnerFailedError:
-            say(rank=rank)
-    """
-    env = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_LEAVE_DEADLINE_S": "60"}
-    result = run_learners(4, textwrap.dedent(TRAINED) + textwrap.dedent(program), env=env)
-    assert [facts["rank"] for facts in result.by_rank()] == [0], result.report()
-    assert result.returncode == FAILED_STATUS, result.report()
-
-
 @pytest.mark.parametrize(
     ("where", "size", "line"),
     [

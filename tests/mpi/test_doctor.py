@@ -102,16 +102,6 @@ def test_quick_launches_nothing():
     assert report.levels(OK) >= {"python", "MPI", "MPI threads", "horovod.torch", "extension"}
 
 
-@pytest.mark.extended
-@pytest.mark.slow
-def test_an_mpirun_that_hangs(tmp_path):
-    executable(tmp_path / "mpirun", "#!/bin/sh\nexec sleep 600\n")
-    began = time.monotonic()
-    report = doctor("--quick", "--patience", "8", env=with_path(tmp_path))
-    assert time.monotonic() - began < 20 * 8
-    report.require("MPI", FAIL, str(tmp_path))
-
-
 def test_a_malformed_option():
     report = doctor("--quick", env={"HVD_ADPSGD_AVERAGING": "random_pears"})
     assert report.levels(FAIL) == {"HVD_ADPSGD_*"}

@@ -18,22 +18,17 @@ IN_STEP = (
     "gossip_pga:period=2+random_pairs",
     "synchronous_gossip:order=awc+random_pairs",
 )
-MORE_IN_STEP = (
-    "periodic_averaging:period=2",
-    "synchronous_gossip:order=atc+fixed_ring",
-    "noloco:period=2,rate=1,momentum=0",
-)
 NOLOCO, BLOCKS = "noloco:period=50", "periodic_averaging:period=50,block_momentum=0.5"
 
 
 @once
-def trained(specs: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    return run_learners(4, PROGRAM, args=specs).checked().by_case()
+def trained() -> dict[str, list[dict[str, Any]]]:
+    return run_learners(4, PROGRAM, args=IN_STEP).checked().by_case()
 
 
-def said(case: str, specs: tuple[str, ...] = IN_STEP) -> list[dict[str, Any]]:
+def said(case: str) -> list[dict[str, Any]]:
     """What each learner said, by rank."""
-    everybody = trained(specs)[case]
+    everybody = trained()[case]
     assert len(everybody) == 4, f"{case}: {everybody}"
     return everybody
 
@@ -42,18 +37,7 @@ def said(case: str, specs: tuple[str, ...] = IN_STEP) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_skipped_step_keeps_nobody_waiting_and_the_mean_exact(place: str, spec: str) -> None:
     """12 gradients, 12 rounds or chances of one, whoever skipped which step."""
-    require_twelve(said(f"{place}/skipped/{spec}"))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("spec", MORE_IN_STEP)
-@pytest.mark.parametrize("place", PLACES)
-def test_nor_with_more_strategies(place: str, spec: str) -> None:
-    require_twelve(said(f"{place}/skipped/{spec}", MORE_IN_STEP))
-
-
-def require_twelve(learners: list[dict[str, Any]]) -> None:
-    for facts in learners:
+    for facts in said(f"{place}/skipped/{spec}"):
         assert facts["rounds"] == 12
         assert facts["error"] < 1e-12
         assert facts["same"], "learners of a super learner differ"

@@ -398,16 +398,10 @@ def test_consensus_distance_is_that_of_the_models(place: str, spec: str) -> None
 
 
 REFUSED = {
-    "a2cid2+random_pairs": ("ConfigError", ("random_pairs", "fixed_ring")),
     "a2cid2": ("ConfigError", ("nothing to accelerate", "4 or more")),
-    "gossip_pga+synchronous": ("ConfigError", ("gossip_pga", "synchronous", "random_pairs")),
-    "gossip_pga+random_pairs:prefer_fast=0.9": ("ConfigError", ("only plain gossip prefers",)),
     "0.5 delay_by_one": ("ConfigError", ("exchange_share=0.5 with averaging=delay_by_one",)),
     "auto delay_by_one": ("ConfigError", ("exchange_share=auto with averaging=delay_by_one",)),
     "auto a2cid2": ("ConfigError", ("exchange_share", "random_pairs")),
-    "0.0 random_pairs": ("ConfigError", ("exchange_share",)),
-    "1.5 random_pairs": ("ConfigError", ("exchange_share",)),
-    "most random_pairs": ("ConfigError", ("exchange_share", "auto, or > 0 and <= 1")),
     "class": ("ConfigError", ("RandomPairs",)),
     "closure": ("UnsupportedOptimizerError", ("closure", "delay_by_one")),
     "group/delayed_gradients": ("UnsupportedOptimizerError", ("add_param_group", "wrap")),

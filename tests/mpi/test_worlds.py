@@ -1,7 +1,6 @@
 """The worlds: who is where, what is refused, and that leaving ends."""
 
 import json
-import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 
 from hvd_adpsgd.errors import TopologyError
 from hvd_adpsgd.launch.world import Placement, form_super_learners
-from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
-from tests.launcher import horovod_inside, run_learners
+from tests.launcher import run_learners
 
 pytestmark = pytest.mark.mpi
 
@@ -358,47 +356,6 @@ def test_operations_continue_without_a_learner_that_has_left(
         assert fact["steps"][:2] == ["", ""] and {*fact["steps"]} <= {"", "PeerFailedError"}
         assert fact["told"].startswith("PeerFailedError: barrier: learners [0] of 3 are gone")
     assert "are gone" not in result.stderr, "it has left in order"
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "os.kill(os.getpid(), 9)",
-        "raise RuntimeError",
-        pytest.param("sys.exit(1)", marks=pytest.mark.extended),
-    ],
-)
-def test_super_learner_of_a_lost_learner_leaves(how: str) -> None:
-    """The others go on, in their super learner and over all learners."""
-    program = f"""
-        import torch
-        import hvd_adpsgd.torch as hvd
-        from hvd_adpsgd.config import Config
-        hvd.init(config=Config(super_learner_size=2, leave_deadline_s=0.5))
-        rank = hvd.rank()
-        def inner():
-            return hvd.allreduce(torch.ones(2), process_set=hvd.super_learner)
-        inner()
-        hvd.barrier()
-        if rank == 1:
-            {how}
-        count = 0
-        while rank < 2 or count < 50:
-            inner()  # raises on learner 0
-            count += 1
-        total = hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item()
-        say(rank=rank, total=total)
-    """
-    result = run_learners(4, program)
-    assert result.by_rank() == [{"rank": 2, "total": 5.0}, {"rank": 3, "total": 5.0}]
-    # no engine has seen the failure; shutdown() does, if all that live get there within the deadline; else
-    # learner 0, whose status the launcher does not return, may tell of it alone
-    told = re.search(
-        r"have failed: they did not leave the job|learner 0\) has failed", result.stderr
-    )
-    assert result.returncode in ((FAILED_STATUS, 0) if told else (0,)), result.report()
-    errors = "HorovodInternalError" if horovod_inside() else "Learner(Ended|Failed)Error"
-    assert re.search(errors, result.stderr), result.report()
 
 
 def test_lost_learner_is_left_out_of_operations_over_all() -> None:

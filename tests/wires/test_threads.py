@@ -172,18 +172,6 @@ def test_idle_connections_are_closed(
     assert states(a) == states(b) == [PeerState.ALIVE] * 2
 
 
-def test_an_engine_that_leaves_is_not_taken_for_failed(
-    started: Callable[..., list[SuperLearner]],
-) -> None:
-    members = started(4, report_s=0)
-    exchange(members[0], members[3])
-    members[3].engine.stop()
-    until(lambda: all(states(m)[3] == PeerState.LEFT for m in members[:3]))
-    exchange(members[0], members[1])
-    time.sleep(1.5)  # longer than the second after which a closed connection counts
-    assert all(states(m)[3] == PeerState.LEFT for m in members[:3])
-
-
 def of_optimizer(engine: Engine, **world: Any) -> Engines:
     """What an optimizer has around its engine, without the rest of a job."""
     engines = Engines.__new__(Engines)

@@ -8,7 +8,6 @@ each ends at its own step. Files in --folder record who has stopped, joined and 
 """
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ import torch
 import hvd_adpsgd.torch as hvd
 import hvd_adpsgd.training.presence as presence
 from hvd_adpsgd.joining.meetings import Meetings
+from tests.mpi.programs.learner import say
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 PAUSE_S, SLOW_S = 0.01, 0.05  # of a step
@@ -60,8 +60,7 @@ class Run:
         facts = {"rank": hvd.rank(), "super": self.me, "new": NEW, "steps": self.step}
         facts |= {"calls": calls, "size": hvd.size(), "exchanges": metrics["exchanges"]}
         facts["collections"] = len(collected)
-        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-            out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
+        say(**facts)
 
     def admit(self, calls: int) -> int:
         return hvd.admit(self.model, self.optimizer, calls, blocking=False)

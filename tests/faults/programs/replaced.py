@@ -1,14 +1,11 @@
 """Trains a float64 model with super learners that have failed, one after the other, and replaced.
 
 The model of super learner k sets off with k + 1 everywhere and has a gradient of its own, so that
-models differ. When all super learners train, the next of --victims kills itself (or all of them do);
-when all victims have been replaced, all super learners train --after more epochs. Replacements of those in
---held never come: when some, but not all, have been there for --part epochs, learner --then kills
-itself, and the others train as many more. Each learner says its facts.
+models differ. When all super learners train, the next of --victims kills itself; when all victims have been
+replaced, all super learners train --after more epochs. Each learner says its facts.
 """
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -24,6 +21,7 @@ import hvd_adpsgd.joining.admission as admission
 import hvd_adpsgd.joining.joining as joining
 import hvd_adpsgd.joining.reconnect as reconnect
 import hvd_adpsgd.torch as hvd
+from tests.mpi.programs.learner import say
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5
@@ -135,8 +133,7 @@ class Run:
         hvd.average_model(self.model)
         self.facts["last"] = self.values()
         self.facts["done"] = time.monotonic()
-        with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-            out.write(("\n@learner " + json.dumps(self.facts) + "\n").encode())
+        say(**self.facts)
 
     def fail_at_reconnect(self) -> None:
         """Have a joining learner, or its starter, die before or just after all are connected."""

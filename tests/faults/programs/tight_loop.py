@@ -7,7 +7,6 @@ on that counts the victim as failed. Then they say of every operation by its num
 learners that have failed after it.
 """
 
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ import torch
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.launch.world import current
+from tests.mpi.programs.learner import say
 
 PAUSE_S = 0.002  # of a step: other learners share the cores
 LONGEST_S = 60.0
@@ -64,8 +64,7 @@ def main() -> None:
         told.append((value, sorted(ranks.gone())))
         left -= bool(ranks.gone())
     facts = {"rank": hvd.rank(), "told": told, "exchanges": hvd.metrics()["exchanges"]}
-    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-        out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
+    say(**facts)
     hvd.shutdown()
 
 

@@ -7,7 +7,6 @@ models before and after each hvd.admit that lets somebody in, with no step betwe
 import argparse
 import contextlib
 import functools
-import json
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.engine.handshake import Hello
 from hvd_adpsgd.joining import admission, joining, listener, reconnect
 from hvd_adpsgd.joining.join_state import JoinState
+from tests.mpi.programs.learner import say
 
 STEPS = 5
 
@@ -180,8 +180,7 @@ def main() -> None:
         "listener": hvd.listener(),
         "averagings": hvd.metrics()["exchanges"] + hvd.metrics()["means"],
     }
-    with open(1, "wb", closefd=False) as out:  # os.write may write a part only
-        out.write(("\n@learner " + json.dumps(facts) + "\n").encode())
+    say(**facts)
 
 
 main()

@@ -83,12 +83,7 @@ WRAPPED: dict[str, Any] = {
     "a_list_to_reduce": lambda: hvd.allreduce([1.0, 2.0]),  # type: ignore[arg-type]
     "average_other_models": lambda: hvd.average_model(nn.Linear(3, 2 + (hvd.rank() == 1))),
     "number_of_buffers": lambda: wrap(linear(), buffers=3),
-    "no_exchanges": lambda: wrap(linear(), exchanges_per_step=0),
-    "no_staleness": lambda: wrap(linear(), max_staleness=0),
-    "no_wire": lambda: wrap(linear(), wire_dtype="int2"),
     "wire_alone": lambda: wrap(linear(), wire_dtype="auto"),
-    "no_strategy": lambda: wrap(linear(), averaging="random_pair"),
-    "no_seed": lambda: wrap(linear(), averaging="random_pairs:seed=x"),
     "copy": lambda: copied(copy.copy),
     "deepcopy": lambda: copied(copy.deepcopy),
     "pickle": lambda: copied(pickle.dumps),

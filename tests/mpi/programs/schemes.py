@@ -264,11 +264,8 @@ def number(word: str) -> float | str:
 
 
 def refusals(where: str) -> None:
-    specs = [
-        *("a2cid2+random_pairs", "gossip_pga+synchronous", "gossip_pga+random_pairs:prefer_fast=0.9"),
-        *("0.5 delay_by_one", "auto delay_by_one", "auto a2cid2", "0.0 random_pairs", "1.5 random_pairs"),
-        *("most random_pairs", *["a2cid2"] * (hvd.super_size() < 4)),
-    ]  # fmt: skip
+    specs = ["0.5 delay_by_one", "auto delay_by_one", "auto a2cid2"]
+    specs += ["a2cid2"] * (hvd.super_size() < 4)
     for case in specs:
         *share, spec = case.split()
         how = {"exchange_share": number(share[0])} if share else {}
