@@ -90,10 +90,7 @@ class AdpsgdAccelerator(accelerate.Accelerator):
         kinds, batches = (hvd.DynamicSampler, hvd.DynamicBatchSampler), data_loader.batch_sampler
         sampler = batches if isinstance(batches, kinds) else data_loader.sampler
         if isinstance(sampler, kinds):  # has divided the data
-            shard, plain = prepared.batch_sampler, sampler.set_epoch
-            shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
-            # Accelerate does not count an epoch without a batch here, or left early
-            setattr(sampler, "set_epoch", lambda epoch: plain(max(epoch, sampler.epoch)))  # noqa: B010
+            divide_by_speeds(prepared, sampler)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -156,6 +153,14 @@ class AdpsgdAccelerator(accelerate.Accelerator):
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         with hvd.averaging_paused():
             super().load_state(*args, **kwargs)
+
+
+def divide_by_speeds(prepared: Any, sampler: Any) -> None:
+    """Let the sampler of a prepared loader, a hvd.DynamicSampler, divide its data."""
+    shard, plain = prepared.batch_sampler, sampler.set_epoch
+    shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
+    # Accelerate does not count an epoch without a batch here, or left early
+    sampler.set_epoch = lambda epoch: plain(max(epoch, sampler.epoch))
 
 
 def _is_tensors(data: Any) -> bool:

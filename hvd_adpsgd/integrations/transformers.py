@@ -7,28 +7,24 @@ the super learners' models. The Trainer waits for the slowest learner where it e
 """
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.trainer as its_trainer
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import AcceleratorState
 from accelerate.utils import find_batch_size, recursively_apply
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import RandomSampler
-from transformers import Trainer, TrainingArguments
+from transformers import DefaultFlowCallback, Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator
+from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator, divide_by_speeds
 from hvd_adpsgd.integrations.accelerate_processes import follow_survivors, join_learners
-
-_SAMPLER = "hvd_sampler.json"  # in a checkpoint: what is left of the epoch
 
 
 class AdpsgdTrainingArguments(TrainingArguments):
@@ -55,15 +51,97 @@ class AdpsgdTrainingArguments(TrainingArguments):
             yield
 
 
-class _Batches(int):
-    """Batches of an epoch whose end is not known: an estimate, but equal to none until that is."""
+class _Flow(DefaultFlowCallback):
+    """Decides in place of Trainer's what follows a step, where speeds divide the training data.
 
-    end = -1
+    Trainer's loop takes for an epoch what lies between two steps of the job at which all learners meet: the
+    last of an epoch, those of evaluations and checkpoints. The sampler ends it on all learners within about
+    a step of each other; a slow learner may get no batch of it. `global_step` and `epoch` are the job's.
+    """
 
-    def __eq__(self, number: object) -> bool:
-        return number == self.end
+    sampler: Any = None  # None: all learners make equally many steps
 
-    __hash__ = int.__hash__
+    # batches of a learner's step; of the job: rows of an epoch, rows of a step, steps of an epoch, epochs
+    passes = length = rows_of_step = steps = epochs = 1
+
+    def job(self) -> int:
+        """Return how many steps the job has made, as far as is known here."""
+        return self._step(hvd.progress(self.sampler).samples)
+
+    def _step(self, rows: int) -> int:
+        epochs, rest = divmod(rows, self.length)
+        return epochs * self.steps + rest // self.rows_of_step
+
+    def _rows(self, step: int) -> int:
+        epochs, rest = divmod(step, self.steps)
+        return epochs * self.length + min(self.length, rest * self.rows_of_step)
+
+    def _set(self, state: Any, step: int) -> None:
+        state.global_step, state.epoch = step, self._rows(step) / self.length
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.sampler is None:
+            return
+        self._first = self._logged = (
+            state.global_step
+        )  # from which Trainer counts, for means of losses
+        self._made = self._made_since_log = 0
+        start = round((state.epoch or 0) * self.length)
+        state.num_train_epochs = self.epochs
+        self._set(state, self._step(start))
+        pairs = ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps))
+        every = [self.steps, *(int(n) for kind, n in pairs if kind == "steps")]
+        inside = range(state.global_step + 1, state.max_steps)
+        self._meetings = [at for at in inside if not all(at % n for n in every)] + [state.max_steps]
+        self.sampler.set_ends([max(start, self._rows(at)) for at in self._meetings], start)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._batches, self._is_over, self._newest = 0, False, state.global_step
+
+    def note(self, args: Any, control: Any, batches: int, is_over: bool) -> None:
+        """Note batches of one step; is_over: that no more come."""
+        self._batches, self._is_over = self._batches + batches, is_over
+        control.should_epoch_stop |= not batches
+        if is_over:  # the last step is made with what is left, whose last batch has this number
+            args.gradient_accumulation_steps = max(1, self._batches)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **how: Any) -> Any:
+        if self.sampler is None:
+            return super().on_step_end(args, state, control, **how)
+        self._made, self._made_since_log = self._made + 1, self._made_since_log + 1
+        self._newest = max(
+            self._newest, min(self.job(), self._meetings[self.sampler.epoch - 1] - 1)
+        )
+        self._set(state, self._newest)
+        if args.logging_strategy == "steps":  # numbers are repeated, or left out
+            every = state.logging_steps
+            control.should_log |= self._newest // every > self._logged // every
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **how: Any) -> Any:
+        if self.sampler is None:
+            return super().on_epoch_end(args, state, control, **how)
+        args.gradient_accumulation_steps = self.passes
+        if not self._is_over:
+            return control  # a callback ends the training
+        control.should_training_stop &= self._batches > 0  # set where others took all
+        self._set(state, self._meetings[self.sampler.epoch - 1])
+        super().on_step_end(args, state, control, **how)
+        if state.global_step % self.steps == 0 or control.should_training_stop:
+            super().on_epoch_end(args, state, control, **how)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.best_model_checkpoint = hvd.broadcast_object(state.best_model_checkpoint, None)
+
+    def correct(self, logs: dict[str, float], step: int, is_of_steps: bool) -> None:
+        """Divide mean losses by this learner's steps; Trainer has divided by the job's."""
+        if "train_loss" in logs:
+            logs["train_loss"] *= (step - self._first) / max(1, self._made)
+        elif "loss" in logs and is_of_steps:
+            loss = logs.pop("loss") * (step - self._logged)
+            logs |= {"loss": loss / self._made_since_log} if self._made_since_log else {}
+            self._logged, self._made_since_log = step, 0
 
 
 class AdpsgdTrainer(Trainer):
@@ -77,8 +155,13 @@ class AdpsgdTrainer(Trainer):
         ConfigError: for other arguments, FSDP, DeepSpeed, or `dispatch_batches`.
     """
 
-    _sampler: Any = None  # where speeds divide the training data
     control: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.remove_callback(DefaultFlowCallback)
+        self._flow = _Flow()
+        self.callback_handler.callbacks.insert(0, self._flow)  # before the user's
 
     def create_accelerator_and_postprocess(self) -> None:
         if not isinstance(self.args, AdpsgdTrainingArguments):
@@ -94,90 +177,53 @@ class AdpsgdTrainer(Trainer):
             its_trainer.Accelerator = plain
         self.accelerator.passes = self.args.gradient_accumulation_steps
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Let speeds divide the training data; steps between evaluations and checkpoints are the job's."""
-        plain, args = super()._get_train_sampler(train_dataset), self.args
-        self._sampler = None
-        can = hasattr(Trainer, "_run_epoch") and 1 not in (args.eval_steps, args.save_steps)
-        if can and type(plain) is RandomSampler:
-            seed, data = self.accelerator.dataloader_config.data_seed, plain.data_source
-            how = {"drop_last": args.dataloader_drop_last, "seed": seed}
-            self._sampler = hvd.DynamicSampler(data, batch_size=args.train_batch_size, **how)
-        return self._sampler or plain
+    def get_train_dataloader(self) -> Any:
+        """Let speeds divide the training data if Trainer would shuffle them."""
+        loader, self._flow.sampler = super().get_train_dataloader(), None
+        batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        plain = getattr(batches, "sampler", None)
+        if type(plain) is SeedableRandomSampler and not plain.replacement:
+            how = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+            sampler = hvd.DynamicSampler(len(plain), seed=plain.initial_seed, **how)
+            self._flow.sampler = batches.sampler = sampler
+            divide_by_speeds(loader, sampler)
+        return loader
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        values = super().set_initial_training_values(args, dataloader)
+        flow = self._flow
+        if flow.sampler is None:
+            return values
+        flow.passes = args.gradient_accumulation_steps
+        epochs, steps, length, samples, rows_of_step, _, max_steps = values
+        flow.epochs, flow.steps, flow.length, flow.rows_of_step = (
+            epochs,
+            steps,
+            length,
+            rows_of_step,
+        )
+        args.ignore_data_skip = True  # the sampler continues
+        # the loader ends what the loop takes for an epoch, not a number of steps or batches
+        return max_steps, sys.maxsize, length, samples, rows_of_step, sys.maxsize, max_steps
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        scheduler = super().create_scheduler(*args, **kwargs)
-        if self._sampler is not None and isinstance(scheduler, LambdaLR):  # follows the job
-            rates: Any = [lambda _, at=at: at(self._job + 1) for at in scheduler.lr_lambdas]
+        scheduler, flow = super().create_scheduler(*args, **kwargs), self._flow
+        if flow.sampler is not None and isinstance(scheduler, LambdaLR):  # follows the job
+            rates: Any = [lambda _, at=at: at(flow.job() + 1) for at in scheduler.lr_lambdas]
             scheduler.lr_lambdas = rates
         return scheduler
 
-    def _run_epoch(self, **how: Any) -> None:
-        if self._sampler is not None:
-            epoch, self._steps = how["epoch"], how["num_update_steps_per_epoch"]
-            self._sampler.set_epoch(epoch)
-            if epoch == how["epochs_trained"]:
-                self._logged = self._seen = self.state.global_step
-                file = Path(how["resume_from_checkpoint"] or "", _SAMPLER)
-                if how["steps_trained_in_current_epoch"] and file.exists():
-                    self._sampler.load_state_dict(json.loads(file.read_text()))
-                how["steps_trained_in_current_epoch"] = 0
-            self._ends, self._made = (epoch + 1) * self._steps, 0
-            self._batches = _Batches(how["steps_in_epoch"])
-            how.update(steps_in_epoch=self._batches, num_update_steps_per_epoch=sys.maxsize)
-            names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
-            self._how = [how[name] for name in names]
-        super()._run_epoch(**how)
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._sampler is not None:
-            self._made += len(batches)
-            if len(batches) < num_batches:
-                self._batches.end = self._made
-            self.control.should_epoch_stop |= not batches
-            self._count(is_over=not batches)
+        """Count tokens of the super learner's batches, scaled to all learners, which no learner waits for."""
+        across = self.args.average_tokens_across_devices
+        with self._counting_own_tokens():
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._flow.sampler is not None:
+            self._flow.note(self.args, self.control, len(batches), len(batches) < num_batches)
+        if across and torch.is_tensor(items):
+            mean = hvd.allreduce(items.float(), op=hvd.Average, process_set=hvd.super_learner)
+            items = mean * self.accelerator.num_processes
         return batches, items
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._sampler is not None:
-            number, every = self.state.global_step, self.state.logging_steps
-            if self.args.logging_strategy == "steps":  # numbers are repeated, or left out
-                self.control.should_log = number // every > self._logged // every
-            self._logged = number if self.control.should_log else self._logged
-            if not self._made:
-                self.control.should_training_stop = False  # set where others took the whole epoch
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _count(self, is_over: bool) -> None:
-        """Count the steps of the job in place of this learner's.
-
-        All learners meet at the same numbers, of evaluations and checkpoints: each has each of these once, if
-        need be after its last batch of the epoch.
-        """
-        state, args, last = self.state, self.args, min(self._ends, self.state.max_steps)
-        pairs = ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps))
-        every = [int(n) for kind, n in pairs if kind == "steps"]
-        self._job = int(hvd.progress(self._sampler).epochs * self._steps)
-        self._seen = seen = max(self._seen, state.global_step)
-        held = (at - 1 for at in range(last - 1, 0, -1) if all(at % n for n in every))
-        number = max([self._job, *(seen // n * n for n in every)])
-        number = min([number, next(held, 0), *(seen // n * n + n - 1 for n in every)])
-        if is_over or (last < self._ends and self._job >= last - 1):
-            number = last - (not is_over)  # the last step
-            due = {at for n in every for at in range(seen // n * n + n, number + 1, n)}
-            for at in sorted(due | ({last} if every and number == state.max_steps else set())):
-                self._set_step(at)
-                self.control = self.callback_handler.on_step_end(args, state, self.control)
-                self._maybe_log_save_evaluate(self._tr_loss, None, *self._how)
-                if self.control.should_training_stop:
-                    return
-        self._set_step(number)
-
-    def _set_step(self, number: int) -> None:
-        for name in ("_globalstep_last_logged", "_initial_global_step"):  # from it count own steps
-            setattr(self, name, getattr(self, name) + number - self.state.global_step)
-        self.state.global_step = number
 
     @contextlib.contextmanager
     def _mean_model(self) -> Iterator[None]:
@@ -191,7 +237,7 @@ class AdpsgdTrainer(Trainer):
         output = super().train(*args, **kwargs)
         assert self.model is not None
         hvd.average_model(self.model)
-        return output
+        return output._replace(training_loss=output.metrics["train_loss"])
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._mean_model():
@@ -217,34 +263,13 @@ class AdpsgdTrainer(Trainer):
         return recursively_apply(lambda t: t[:own] if own > 0 else t, inputs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # _save_checkpoint holds the mean already
-        with contextlib.nullcontext() if _internal_call else self._mean_model():
+        with self._mean_model():
             super().save_model(output_dir, _internal_call)
             hvd.barrier()  # the files are there when a learner goes on
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        with self._mean_model():
-            super()._save_checkpoint(model, trial)
-            if self._sampler is not None and hvd.is_coordinator():
-                folder = f"checkpoint-{self.state.global_step}"
-                file = Path(self._get_output_dir(trial=trial), folder, _SAMPLER)
-                file.write_text(json.dumps(self._sampler.state_dict()))
-            best = hvd.broadcast_object(self.state.best_model_checkpoint, root_rank=None)
-            self.state.best_model_checkpoint = best
 
     def _load_best_model(self) -> None:
         with hvd.averaging_paused():
             super()._load_best_model()
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Tokens of the super learner's batches, scaled to all learners, which no learner waits for."""
-        across = self.args.average_tokens_across_devices
-        with self._counting_own_tokens():
-            items = super()._get_num_items_in_batch(batch_samples, device)
-        if not across or not torch.is_tensor(items):
-            return items
-        mean = hvd.allreduce(items.float(), op=hvd.Average, process_set=hvd.super_learner)
-        return mean * self.accelerator.num_processes
 
     @contextlib.contextmanager
     def _counting_own_tokens(self) -> Iterator[None]:
@@ -263,6 +288,8 @@ class AdpsgdTrainer(Trainer):
         return hvd.is_coordinator()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._flow.sampler is not None:
+            self._flow.correct(logs, self.state.global_step, self.control.should_log)
         if "loss" in logs:
             hvd.log(loss=logs["loss"])
         self.state.is_local_process_zero = self.is_local_process_zero()

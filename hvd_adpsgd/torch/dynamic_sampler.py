@@ -56,6 +56,7 @@ class _Dynamic:
         self._shuffle = shuffle
         self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
         self._begun: set[int] = set()
+        self._ends: list[int] = []  # see set_ends
         self._unmade: Ranges = []  # of an epoch of equal steps
         self._samples_before = 0  # of the job that is resumed, and of former Worlds
         self._sharding: Sharding | None = None
@@ -74,7 +75,20 @@ class _Dynamic:
         """Set the number of the next epoch, which gives its order; without a call it is the next integer."""
         self.epoch = epoch
         if self._sharding is None:
-            self._samples_before = max(self._samples_before, epoch * self._number)
+            self._samples_before = max(self._samples_before, self._first(epoch))
+
+    def set_ends(self, ends: Sequence[int], start: int = 0) -> None:
+        """Let iteration i end with the job's sample number `ends[i]`, where all learners can meet.
+
+        `epoch` then counts iterations; the order of the samples stays. All learners call it with the same
+        numbers, before they iterate; ends of epochs are among them. `start`: samples of the resumed job.
+        """
+        self._ends, self._samples_before, self.epoch = [start, *ends], start, 0
+        self._identity["ends"] = hash(tuple(self._ends))
+
+    def _first(self, epoch: int) -> int:
+        """Return the job's number of the first sample of an epoch, or of an iteration."""
+        return self._ends[epoch] if self._ends else epoch * self._number
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and which positions of it no learner is known to have trained with.
@@ -97,11 +111,11 @@ class _Dynamic:
                 f"{self._identity}. Give the sampler the dataset and the arguments that it was saved with."
             )
         self.epoch = state["epoch"]
-        self._samples_before = self.epoch * self._number
+        self._samples_before = self._first(self.epoch)
         if state["left"] is not None:
             self._rest[self.epoch] = Steps(1, 1)
             self._rest[self.epoch].append([(start, stop) for start, stop in state["left"]])
-            self._samples_before += self._number - count(state["left"])
+            self._samples_before = self._first(self.epoch + 1) - count(state["left"])
 
     def _progress(self) -> Progress:
         samples = self._samples_before + (self._sharding.samples() if self._sharding else 0)
@@ -168,7 +182,9 @@ class _Dynamic:
         return self._sharding
 
     def _size(self, epoch: int) -> int:
-        return self._rest[epoch].number if epoch in self._rest else self._number
+        if epoch in self._rest:
+            return self._rest[epoch].number
+        return self._first(epoch + 1) - self._first(epoch)
 
     def _real(self, pair: tuple[int, int]) -> Ranges:
         """Return the positions in the whole epoch of positions in what was left of it when it began here."""
@@ -177,10 +193,12 @@ class _Dynamic:
         return self._rest[epoch].between(start, stop) if epoch in self._rest else [(start, stop)]
 
     def _indices(self, pair: tuple[int, int]) -> list[int]:
+        epoch, first = divmod(self._first(pair[0] // EPOCH), max(1, self._number))
+        real = [(first + start, first + stop) for start, stop in self._real(pair)]
         if not self._shuffle:
-            return [i for start, stop in self._real(pair) for i in range(start, stop)]
-        order = self._order(pair[0] // EPOCH)
-        return [i for start, stop in self._real(pair) for i in order[start:stop].tolist()]
+            return [i for start, stop in real for i in range(start, stop)]
+        order = self._order(epoch)
+        return [i for start, stop in real for i in order[start:stop].tolist()]
 
     def _estimate(self) -> int:
         """Return how many steps an epoch has on a learner if all are equally fast."""

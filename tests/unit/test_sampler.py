@@ -55,6 +55,16 @@ def test_a_resumed_epoch_has_the_rest() -> None:
         hvd.DynamicBatchSampler(size, seed=1).load_state_dict(state)
 
 
+def test_ends_inside_epochs_change_no_order() -> None:
+    whole = hvd.DynamicBatchSampler(10, batch_size=4)
+    order = [i for _ in range(3) for batch in whole for i in batch]
+    cut = hvd.DynamicBatchSampler(10, batch_size=4)
+    cut.set_ends([7, 10, 20, 25], start=3)
+    parts = [[i for batch in cut for i in batch] for _ in range(4)]
+    assert parts == [order[3:7], order[7:10], order[10:20], order[20:25]]
+    assert cut.epoch == 4 and hvd.progress(cut) == (24, 2.4)  # before the last step
+
+
 def test_a_schedule_follows_the_samples_and_continues_after_a_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
