@@ -15,8 +15,6 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.callbacks import Timer, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
@@ -73,6 +71,7 @@ class AdpsgdStrategy(ParallelStrategy):
         super().__init__(cluster_environment=_Learners())
         self._options, self._mean, self._holds_mean = options, contextlib.ExitStack(), False
         self._loader: Any = None  # of training data that speeds divide
+        self._divided_at = -1  # epoch at which Lightning last asked for that data
         self._scheduled = 0  # steps of the job that schedulers have made
         self._process_set: Any = None  # of reductions and gathers; None is all learners
 
@@ -90,12 +89,8 @@ class AdpsgdStrategy(ParallelStrategy):
             raise ConfigError("fully_shard: a checkpoint would be one part. Train without Trainer.")
         # with Lightning's handler of SIGTERM a super learner would fail; with that of hvd.init() it leaves
         trainer._signal_connector.register_signal_handlers = lambda: None
-        for of, name, hook in (
-            (trainer.fit_loop._data_source, "dataloader", self._request),
-            (trainer._data_connector, "_prepare_dataloader", self._prepare),
-            (trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._schedule),
-        ):
-            setattr(of, name, functools.partial(hook, getattr(of, name)))
+        loop, self._divided_at, self._loader = trainer.fit_loop.epoch_loop, -1, None
+        loop.update_lr_schedulers = functools.partial(self._schedule, loop.update_lr_schedulers)
         for metric in self.lightning_module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 metric.dist_sync_fn, metric.distributed_available_fn = _gather, hvd.is_initialized
@@ -105,27 +100,33 @@ class AdpsgdStrategy(ParallelStrategy):
                 callback.on_save_checkpoint = functools.partial(self._save_average, plain)
         super().setup(trainer)
 
-    def _request(self, plain: Any) -> Any:
-        self._loader, self._loaders = None, plain()
-        return self._loaders
-
-    def _prepare(self, plain: Any, given: Any, shuffle: bool, mode: Any) -> Any:
+    def process_dataloader(self, dataloader: Any) -> Any:
         """Let speeds divide the training data, if learners wait for each other at ends of epochs alone."""
-        loader, trainer = plain(given, shuffle=shuffle, mode=mode), self.lightning_module.trainer
-        if mode != "train" or given is not self._loaders or _waits_in_epochs(trainer):
-            return loader
-        equal, batches = loader.sampler, loader.batch_sampler
-        if type(equal) is not DistributedSampler or type(batches) is not BatchSampler:
-            return loader
-        number, length = len(loader), len(loader.dataset)
-        number = _parse_num_batches(mode, number, trainer.limit_train_batches) * hvd.size()
-        sampler = hvd.DynamicSampler(
-            length, batch_size=batches.batch_size, drop_last=batches.drop_last, shuffle=equal.shuffle,
-            seed=equal.seed, samples=min(length, int(number * batches.batch_size)),
-        )  # fmt: skip
-        self._loader = _update_dataloader(loader, sampler, mode)
-        self._loader.__class__ = type("Ahead", (_Ahead, type(loader)), {})
-        return self._loader
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        if self._divided_at == trainer.current_epoch:  # one of several loaders
+            if self._loader is not None:
+                self._loader.__class__, self._loader.batch_sampler.sampler = self._plain
+                self._loader = None
+            return dataloader
+        self._divided_at, self._loader = trainer.current_epoch, None
+        equal, batches = (getattr(dataloader, of, None) for of in ("sampler", "batch_sampler"))
+        is_plain = type(equal) is DistributedSampler and type(batches) is BatchSampler
+        if is_plain and not _waits_in_epochs(trainer):
+            self._plain, self._loader = (type(dataloader), equal), dataloader
+            number, length, limit = (
+                len(dataloader),
+                len(dataloader.dataset),
+                trainer.limit_train_batches,
+            )
+            number = min(number, limit) if isinstance(limit, int) else int(number * limit)
+            batches.sampler = hvd.DynamicSampler(
+                length, batch_size=batches.batch_size, drop_last=batches.drop_last, shuffle=equal.shuffle,
+                seed=equal.seed, samples=min(length, number * hvd.size() * batches.batch_size),
+            )  # fmt: skip
+            dataloader.__class__ = type("Ahead", (_Ahead, type(dataloader)), {})
+        return dataloader
 
     def _count(self, loop: Any, loader: Any) -> None:
         """Tell Lightning whether this batch is the epoch's last; count the job's steps in the epoch."""
@@ -148,7 +149,7 @@ class AdpsgdStrategy(ParallelStrategy):
         times, loop = 1, self.lightning_module.trainer.fit_loop
         how = interval, update_plateau_schedulers, loop._should_accumulate()
         if self._loader is not None and how == ("step", False, False):
-            due = int(hvd.progress(self._loader.sampler).epochs * self._steps())
+            due = int(hvd.progress(self._loader.batch_sampler.sampler).epochs * self._steps())
             times, self._scheduled = due - self._scheduled, due
         for _ in range(times):
             plain(interval, update_plateau_schedulers)

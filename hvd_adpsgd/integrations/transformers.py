@@ -60,21 +60,17 @@ class _Flow(DefaultFlowCallback):
     """
 
     sampler: Any = None  # None: all learners make equally many steps
+    # batches of a learner's step; of the job: epochs, steps of an epoch, rows of an epoch, rows of a step
+    passes = epochs = steps = length = rows_of_step = 0
 
-    # batches of a learner's step; of the job: rows of an epoch, rows of a step, steps of an epoch, epochs
-    passes = length = rows_of_step = steps = epochs = 1
-
-    def job(self) -> int:
-        """Return how many steps the job has made, as far as is known here."""
-        return self._step(hvd.progress(self.sampler).samples)
-
-    def _step(self, rows: int) -> int:
-        epochs, rest = divmod(rows, self.length)
-        return epochs * self.steps + rest // self.rows_of_step
+    def step(self, rows: int | None = None) -> int:
+        """Return how many steps the job has made with `rows`; None: with those that are known here."""
+        known = hvd.progress(self.sampler).samples if rows is None else rows
+        return known // self.length * self.steps + known % self.length // self.rows_of_step
 
     def _rows(self, step: int) -> int:
-        epochs, rest = divmod(step, self.steps)
-        return epochs * self.length + min(self.length, rest * self.rows_of_step)
+        rest = step % self.steps * self.rows_of_step
+        return step // self.steps * self.length + min(self.length, rest)
 
     def _set(self, state: Any, step: int) -> None:
         state.global_step, state.epoch = step, self._rows(step) / self.length
@@ -82,13 +78,11 @@ class _Flow(DefaultFlowCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.sampler is None:
             return
-        self._first = self._logged = (
-            state.global_step
-        )  # from which Trainer counts, for means of losses
-        self._made = self._made_since_log = 0
+        # numbers of steps from which Trainer takes means of losses; those that this learner made since
+        self._first, self._logged, self._made, self._made_since_log = *2 * [state.global_step], 0, 0
         start = round((state.epoch or 0) * self.length)
         state.num_train_epochs = self.epochs
-        self._set(state, self._step(start))
+        self._set(state, self.step(start))
         pairs = ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps))
         every = [self.steps, *(int(n) for kind, n in pairs if kind == "steps")]
         inside = range(state.global_step + 1, state.max_steps)
@@ -109,9 +103,8 @@ class _Flow(DefaultFlowCallback):
         if self.sampler is None:
             return super().on_step_end(args, state, control, **how)
         self._made, self._made_since_log = self._made + 1, self._made_since_log + 1
-        self._newest = max(
-            self._newest, min(self.job(), self._meetings[self.sampler.epoch - 1] - 1)
-        )
+        inside = min(self.step() + 1, self._meetings[self.sampler.epoch - 1] - 1)
+        self._newest = max(self._newest, inside)
         self._set(state, self._newest)
         if args.logging_strategy == "steps":  # numbers are repeated, or left out
             every = state.logging_steps
@@ -190,26 +183,19 @@ class AdpsgdTrainer(Trainer):
         return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        values = super().set_initial_training_values(args, dataloader)
-        flow = self._flow
+        values, flow = super().set_initial_training_values(args, dataloader), self._flow
         if flow.sampler is None:
             return values
+        flow.epochs, flow.steps, flow.length, samples, flow.rows_of_step, _, end = values
         flow.passes = args.gradient_accumulation_steps
-        epochs, steps, length, samples, rows_of_step, _, max_steps = values
-        flow.epochs, flow.steps, flow.length, flow.rows_of_step = (
-            epochs,
-            steps,
-            length,
-            rows_of_step,
-        )
         args.ignore_data_skip = True  # the sampler continues
         # the loader ends what the loop takes for an epoch, not a number of steps or batches
-        return max_steps, sys.maxsize, length, samples, rows_of_step, sys.maxsize, max_steps
+        return end, sys.maxsize, flow.length, samples, flow.rows_of_step, sys.maxsize, end
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler, flow = super().create_scheduler(*args, **kwargs), self._flow
         if flow.sampler is not None and isinstance(scheduler, LambdaLR):  # follows the job
-            rates: Any = [lambda _, at=at: at(flow.job() + 1) for at in scheduler.lr_lambdas]
+            rates: Any = [lambda _, at=at: at(flow.step() + 1) for at in scheduler.lr_lambdas]
             scheduler.lr_lambdas = rates
         return scheduler
 
