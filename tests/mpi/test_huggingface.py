@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.launcher import Result, run_learners
+from tests.uneven import time_over_ideal
 
 pytestmark = [
     pytest.mark.mpi,
@@ -193,23 +194,22 @@ def test_rank_0_is_killed(tmp_path: Path) -> None:
 def test_a_slow_learner_gets_less(tmp_path: Path) -> None:
     """Epochs take the time of the summed speeds; with equal numbers of steps it would be 2.5 times."""
     learners = run(tmp_path, "slow", size=1).checked().by_rank()
+    assert time_over_ideal(learners) < 1.1
     counted = Counter(row for facts in learners for row in facts["rows"])
-    assert counted == dict.fromkeys(range(8, 1600), 3)  # the first rows are evaluated, too
-    taken, spans = 0.0, [[end - begin for begin, end in facts["spans"]] for facts in learners]
-    for epoch in range(3):
-        begins, ends = zip(*(facts["spans"][epoch] for facts in learners), strict=True)
-        assert max(ends) - min(ends) < 3 * max(learners[0]["step_s"])  # the loader is a batch ahead
-        taken += max(ends) - min(begins)
-    steps = [facts["step_s"] for facts in learners]
-    speeds = [len(step_s) / sum(own) for step_s, own in zip(steps, spans, strict=True)]
-    assert taken < 1.1 * sum(map(len, steps)) / sum(speeds), (taken, steps, spans)
-    for step_s, own in zip(steps, spans, strict=True):  # no step waits for data
-        assert sum(step_s) > 0.8 * sum(own)
+    assert counted == dict.fromkeys(range(8, 4000), 3)  # the first rows are evaluated, too
     for facts in learners:  # counts and the rate follow the job, a second late
-        assert facts["counted"] == 240 and facts["rate"] < 0.2e-3, facts
-        assert facts["saved"] == ["checkpoint-160", "checkpoint-240", "checkpoint-80"], facts
-        assert 0 < len(facts["logged"]) == len(set(facts["logged"])) <= 24, facts
+        assert facts["counted"] == 600 and facts["rate"] < 0.2e-3, facts
+        assert facts["saved"] == ["checkpoint-200", "checkpoint-400", "checkpoint-600"], facts
+        assert 0 < len(facts["logged"]) == len(set(facts["logged"])) <= 60, facts
         assert facts["loss"] == pytest.approx(learners[0]["loss"], rel=0.1)
+
+
+@pytest.mark.extended
+@pytest.mark.alone
+def test_a_slow_learner_gets_less_of_an_accelerate_loop(tmp_path: Path) -> None:
+    learners = run(tmp_path, "uneven_loop", size=1).checked().by_rank()
+    assert time_over_ideal(learners) < 1.1
+    assert Counter(i for one in learners for i in one["rows"]) == dict.fromkeys(range(4000), 3)
 
 
 @pytest.mark.extended
@@ -219,15 +219,17 @@ def test_evaluations_and_checkpoints_by_steps_of_the_job_and_a_resume_in_mid_epo
     tens, saved = [*range(10, 81, 10)], ["checkpoint-30", "checkpoint-60", "checkpoint-80"]
     for part, rows, evaluated in (
         ("by_steps", 1600, tens),
-        ("resume_by_steps", 1000, tens),  # left are 50 of 80 steps
-        ("cut", 1000, [*range(7, 43, 7), 43]),  # by max_steps
+        ("resume_by_steps", 1000, tens[3:]),  # the other 50 of 80 steps
+        ("cut", 860, [*range(7, 43, 7), 43]),  # by max_steps
+        ("each_step", 80, [1, 2, 3, 4]),
     ):
         learners = run(tmp_path, part, size=1).checked().by_rank()
         counted = Counter(row for facts in learners for row in facts["rows"])
-        assert max(counted.values()) == 1 and 0.8 * rows < len(counted) <= 1.3 * rows
-        assert len(learners[0]["step_s"]) < 0.8 * len(learners[1]["step_s"])
+        assert max(counted.values()) == 1 and rows - 8 <= len(counted) <= rows
         for facts in learners:
-            assert (facts["evaluated"], facts["saved"]) == (evaluated, saved), facts
+            assert (facts["evaluated"][-len(evaluated) :], facts["saved"]) == (evaluated, saved), (
+                facts
+            )
             assert facts["counted"] == evaluated[-1]
 
 

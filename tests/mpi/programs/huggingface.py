@@ -360,23 +360,29 @@ def operations():
 
 
 class Slow(AdpsgdTrainer, TrainerCallback):
-    """Learner 0 needs three times as long. Notes times of steps and of epochs."""
+    """Learner 0 needs three times as long. Notes times of steps and of the training."""
 
-    def on_epoch_begin(self, *_, **__):
-        self.spans.append([time.monotonic()])
+    def on_train_begin(self, *_, **__):
+        self.step_s, self.span = [], [time.monotonic()]
 
     def on_step_begin(self, *_, **__):
         self.at = time.monotonic()
-        time.sleep(0.15 if hvd.rank() == 0 else 0.05)
+        pause()
 
     def on_step_end(self, *_, **__):
-        self.spans[-1][1:] = [time.monotonic()]
-        self.step_s.append(self.spans[-1][1] - self.at)
+        self.step_s.append(time.monotonic() - self.at)
+
+    def on_train_end(self, *_, **__):
+        self.span.append(time.monotonic())
 
 
-def slow(resume=None, **more):
+def pause():
+    time.sleep(0.15 if hvd.rank() == 0 else 0.05)
+
+
+def slow(resume=None, each=40, **more):
     """Three epochs; the rate goes down to 0."""
-    rows = [{**row, "number": i} for i, row in enumerate(made(100) * 16)]
+    rows = [{**row, "number": i} for i, row in enumerate(made(100) * each)]
     args = arguments(
         output_dir="slow", learning_rate=1e-3, per_device_train_batch_size=5, logging_steps=10,
         **{"num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch", **more},
@@ -385,11 +391,10 @@ def slow(resume=None, **more):
     trainer = Slow(
         model=tiny(), args=args, train_dataset=rows, eval_dataset=rows[:8], data_collator=collator
     )
-    trainer.spans, trainer.step_s = [], []
     trainer.callback_handler.add_callback(trainer)
     output = trainer.train(resume_from_checkpoint=resume)
     tell(
-        spans=trainer.spans, step_s=trainer.step_s, rows=[i for b in collator.batches for i in b if i > 7],
+        span=trainer.span, step_s=trainer.step_s, rows=[i for b in collator.batches for i in b if i > 7],
         rate=trainer.lr_scheduler.get_last_lr()[0], counted=trainer.state.global_step,
         logged=[e["step"] for e in trainer.state.log_history if "loss" in e], loss=output.training_loss,
         evaluated=[e["step"] for e in trainer.state.log_history if "eval_loss" in e],
@@ -397,10 +402,34 @@ def slow(resume=None, **more):
     )  # fmt: skip
 
 
-once = partial(slow, num_train_epochs=1, eval_strategy="steps")
+once = partial(slow, each=16, num_train_epochs=1, eval_strategy="steps")
 by_steps = partial(once, eval_steps=10, save_strategy="steps", save_steps=30)
 resume_by_steps = partial(once, "slow/checkpoint-30", eval_steps=10)
 cut = partial(once, max_steps=43, eval_steps=7, save_strategy="no")
+each_step = partial(once, max_steps=4, eval_steps=0.01, save_strategy="no")
+
+
+def uneven_loop():
+    """An Accelerate loop with mean and checkpoint after each of three epochs."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, data = AdpsgdAccelerator(), torch.arange(4000)
+    sampler, model = hvd.DynamicSampler(data, batch_size=5), torch.nn.Linear(1, 1)
+    loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler)
+    plain = torch.optim.SGD(model.parameters(), 1e-9)
+    model, optimizer, loader = accelerator.prepare(model, plain, loader)
+    step_s, rows, span = [], [], [time.monotonic()]
+    for epoch in range(3):
+        for batch in loader:
+            at = time.monotonic()
+            pause()
+            accelerator.backward(model(batch[:, None].float()).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            step_s.append(time.monotonic() - at)
+            rows += batch.tolist()
+        accelerator.save_state(f"uneven{epoch}")
+    span.append(time.monotonic())
+    tell(step_s=step_s, rows=rows, span=span)
 
 
 def slow_loop():
