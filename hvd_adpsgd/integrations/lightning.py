@@ -107,25 +107,21 @@ class AdpsgdStrategy(ParallelStrategy):
             return dataloader
         if self._divided_at == trainer.current_epoch:  # one of several loaders
             if self._loader is not None:
-                self._loader.__class__, self._loader.batch_sampler.sampler = self._plain
-                self._loader = None
+                self._loader.batch_sampler.sampler, self._loader = self._loader.sampler, None
             return dataloader
         self._divided_at, self._loader = trainer.current_epoch, None
         equal, batches = (getattr(dataloader, of, None) for of in ("sampler", "batch_sampler"))
         is_plain = type(equal) is DistributedSampler and type(batches) is BatchSampler
         if is_plain and not _waits_in_epochs(trainer):
-            self._plain, self._loader = (type(dataloader), equal), dataloader
-            number, length, limit = (
-                len(dataloader),
-                len(dataloader.dataset),
-                trainer.limit_train_batches,
-            )
+            number, limit = len(dataloader), trainer.limit_train_batches
             number = min(number, limit) if isinstance(limit, int) else int(number * limit)
+            length, each = len(dataloader.dataset), batches.batch_size
             batches.sampler = hvd.DynamicSampler(
-                length, batch_size=batches.batch_size, drop_last=batches.drop_last, shuffle=equal.shuffle,
-                seed=equal.seed, samples=min(length, number * hvd.size() * batches.batch_size),
+                length, batch_size=each, drop_last=batches.drop_last, shuffle=equal.shuffle,
+                seed=equal.seed, samples=min(length, number * hvd.size() * each),
             )  # fmt: skip
             dataloader.__class__ = type("Ahead", (_Ahead, type(dataloader)), {})
+            self._loader = dataloader
         return dataloader
 
     def _count(self, loop: Any, loader: Any) -> None:
