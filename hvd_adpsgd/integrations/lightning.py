@@ -110,7 +110,8 @@ class AdpsgdStrategy(ParallelStrategy):
                 self._loader.batch_sampler.sampler, self._loader = self._loader.sampler, None
             return dataloader
         self._divided_at, self._loader = trainer.current_epoch, None
-        equal, batches = (getattr(dataloader, of, None) for of in ("sampler", "batch_sampler"))
+        batches: Any = getattr(dataloader, "batch_sampler", None)
+        equal: Any = getattr(dataloader, "sampler", None)
         is_plain = type(equal) is DistributedSampler and type(batches) is BatchSampler
         if is_plain and not _waits_in_epochs(trainer):
             number, limit = len(dataloader), trainer.limit_train_batches

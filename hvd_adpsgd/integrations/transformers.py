@@ -174,7 +174,7 @@ class AdpsgdTrainer(Trainer):
         """Let speeds divide the training data if Trainer would shuffle them."""
         loader, self._flow.sampler = super().get_train_dataloader(), None
         batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
-        plain = getattr(batches, "sampler", None)
+        plain: Any = getattr(batches, "sampler", None)
         if type(plain) is SeedableRandomSampler and not plain.replacement:
             how = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
             sampler = hvd.DynamicSampler(len(plain), seed=plain.initial_seed, **how)
