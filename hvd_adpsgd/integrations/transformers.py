@@ -78,8 +78,8 @@ class _Flow(DefaultFlowCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.sampler is None:
             return
-        # numbers of steps from which Trainer takes means of losses; those that this learner made since
-        self._first, self._logged, self._made, self._made_since_log = *2 * [state.global_step], 0, 0
+        self.batches = self._made = 0  # by this learner: batches since a meeting, steps
+        self._first = self._logged = state.global_step, 0  # where means begin, in steps: job's, own
         start = round((state.epoch or 0) * self.length)
         state.num_train_epochs = self.epochs
         self._set(state, self.step(start))
@@ -89,39 +89,30 @@ class _Flow(DefaultFlowCallback):
         self._meetings = [at for at in inside if not all(at % n for n in every)] + [state.max_steps]
         self.sampler.set_ends([max(start, self._rows(at)) for at in self._meetings], start)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._batches, self._is_over, self._newest = 0, False, state.global_step
-
-    def note(self, args: Any, control: Any, batches: int, is_over: bool) -> None:
-        """Note batches of one step; is_over: that no more come."""
-        self._batches, self._is_over = self._batches + batches, is_over
-        control.should_epoch_stop |= not batches
-        if is_over:  # the last step is made with what is left, whose last batch has this number
-            args.gradient_accumulation_steps = max(1, self._batches)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **how: Any) -> Any:
         if self.sampler is None:
             return super().on_step_end(args, state, control, **how)
-        self._made, self._made_since_log = self._made + 1, self._made_since_log + 1
-        inside = min(self.step() + 1, self._meetings[self.sampler.epoch - 1] - 1)
-        self._newest = max(self._newest, inside)
-        self._set(state, self._newest)
-        if args.logging_strategy == "steps":  # numbers are repeated, or left out
+        self._made += 1
+        known = min(self.step() + 1, self._meetings[self.sampler.epoch - 1] - 1)
+        self._set(state, max(state.global_step - 1, known))  # numbers are repeated, or left out
+        if args.logging_strategy == "steps":
             every = state.logging_steps
-            control.should_log |= self._newest // every > self._logged // every
+            control.should_log |= state.global_step // every > self._logged[0] // every
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **how: Any) -> Any:
         if self.sampler is None:
             return super().on_epoch_end(args, state, control, **how)
         args.gradient_accumulation_steps = self.passes
-        if not self._is_over:
+        if not control.should_epoch_stop:
             return control  # a callback ends the training
-        control.should_training_stop &= self._batches > 0  # set where others took all
+        control.should_training_stop &= self.batches > 0  # set where others took all
+        self.batches = 0
         self._set(state, self._meetings[self.sampler.epoch - 1])
         super().on_step_end(args, state, control, **how)
         if state.global_step % self.steps == 0 or control.should_training_stop:
             super().on_epoch_end(args, state, control, **how)
+        control.should_log &= self._made > self._logged[1]
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -129,12 +120,11 @@ class _Flow(DefaultFlowCallback):
 
     def correct(self, logs: dict[str, float], step: int, is_of_steps: bool) -> None:
         """Divide mean losses by this learner's steps; Trainer has divided by the job's."""
-        if "train_loss" in logs:
-            logs["train_loss"] *= (step - self._first) / max(1, self._made)
-        elif "loss" in logs and is_of_steps:
-            loss = logs.pop("loss") * (step - self._logged)
-            logs |= {"loss": loss / self._made_since_log} if self._made_since_log else {}
-            self._logged, self._made_since_log = step, 0
+        is_of_all = "train_loss" in logs
+        if is_of_all or ("loss" in logs and is_of_steps):
+            name, begin = ("train_loss", self._first) if is_of_all else ("loss", self._logged)
+            logs[name] *= (step - begin[0]) / max(1, self._made - begin[1])
+            self._logged = step, self._made
 
 
 class AdpsgdTrainer(Trainer):
@@ -201,11 +191,14 @@ class AdpsgdTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Count tokens of the super learner's batches, scaled to all learners, which no learner waits for."""
-        across = self.args.average_tokens_across_devices
+        across, flow = self.args.average_tokens_across_devices, self._flow
         with self._counting_own_tokens():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._flow.sampler is not None:
-            self._flow.note(self.args, self.control, len(batches), len(batches) < num_batches)
+        if flow.sampler is not None:
+            flow.batches += len(batches)
+            self.control.should_epoch_stop |= not batches
+            if len(batches) < num_batches:  # the last step is made with what is left
+                self.args.gradient_accumulation_steps = max(1, flow.batches)
         if across and torch.is_tensor(items):
             mean = hvd.allreduce(items.float(), op=hvd.Average, process_set=hvd.super_learner)
             items = mean * self.accelerator.num_processes
