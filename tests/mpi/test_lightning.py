@@ -4,9 +4,11 @@ import csv
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.launcher import ROOT, Result, run_learners
 from tests.uneven import time_over_ideal
@@ -97,6 +99,35 @@ def test_a_loader_knows_its_last_batch_and_has_one() -> None:
         seen = [(loader.number, loader.is_last, batch.tolist()) for batch in loader]
         last = len(batches)
         assert seen == [(i, i == last, batch) for i, batch in enumerate(batches, 1)]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_speeds_divide_the_data_of_a_single_loader(
+    several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hvd_adpsgd.integrations import lightning
+
+    monkeypatch.setattr(lightning.hvd, "size", lambda: 2)
+    module = SimpleNamespace(training_step=lambda batch: None)
+    trainer = SimpleNamespace(
+        training=True, current_epoch=3, limit_train_batches=4, callbacks=[], max_steps=-1, overfit_batches=0,
+        val_check_interval=1.0, check_val_every_n_epoch=1, lightning_module=module,
+    )  # fmt: skip
+    module.trainer = trainer
+    strategy = lightning.AdpsgdStrategy.__new__(lightning.AdpsgdStrategy)
+    strategy._lightning_module, strategy._divided_at = module, -1
+    sampler = DistributedSampler(range(31), 2, 0)  # type: ignore[arg-type]
+    loaders = [
+        DataLoader(range(31), batch_size=3, sampler=sampler)
+        for _ in range(2)  # type: ignore[arg-type]
+    ]
+    for loader in loaders[: 1 + several]:
+        assert strategy.process_dataloader(loader) is loader
+    chosen = loaders[0].batch_sampler.sampler  # type: ignore[union-attr]
+    assert (chosen is sampler) == several
+    assert several or (chosen._number, chosen.batch_size) == (4 * 2 * 3, 3)
+    trainer.training, trainer.current_epoch = False, 4
+    assert strategy.process_dataloader(loaders[1]).batch_sampler.sampler is sampler  # of validation
 
 
 def case(tmp_path: Path, name: str, np: int = 4, k: int = 2, launcher: str = "mpirun") -> Result:
