@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if REASON:
 
 PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
 PROGRAM = Path(__file__).parent / "programs" / "on_slurm.py"
+DYNAMIC = Path(__file__).parents[1] / "mpi" / "programs" / "dynamic.py"
 RELEASE = " 22.05."  # of Debian 12; with others the tests that `make test` leaves out may fail
 FURTHER = 60  # steps: a learner that makes so many more trains on
 FEW = 5  # the same, where time counts
@@ -180,6 +182,29 @@ def test_one_super_learner_per_node_with_all_its_gpus(tmp_path: Path) -> None:
         assert run.end()["JobState"] == "COMPLETED"
     assert (tmp_path / "final.pt").exists()
     assert (tmp_path / "record").is_dir()
+
+
+@pytest.mark.extended
+def test_a_slow_node_slows_down_itself_only(tmp_path: Path) -> None:
+    """Its process runs for 50 ms, and is stopped for 100 ms, again and again."""
+    epochs, pauses = 3, [0.02, 0.02]
+    program = f"{DYNAMIC} {tmp_path} {epochs} '{pauses}' '[]' && touch final.pt"
+    slows = "while :; do pkill -STOP -f [d]ynamic.py; sleep .1; pkill -CONT -f [d]ynamic.py; sleep .05; done"
+    own = prepared(tmp_path, page_script().replace("train.py", program)) | PATIENT
+    own["PYTHONPATH"] = str(DYNAMIC.parents[3])
+    with Cluster(3, ssh=False) as cluster, Slurm(cluster, patient=True) as slurm:
+        number = slurm.sbatch(["--nodes=2", "--ntasks-per-node=1", "job.sh"], cwd=tmp_path, env=own)
+        slurm.wait_for(lambda: (tmp_path / "1.0").exists(), "the first epoch")
+        with cluster.started(["sh", "-c", slows], host="node2"):
+            slurm.wait_state(number, *ENDED)
+        output = "".join(file.read_text() for file in tmp_path.glob("slurm-*.out"))
+        steps = [
+            [json.loads(line)[1] for line in (tmp_path / f"{rank}.steps").open()]
+            for rank in range(2)
+        ]
+        counted = Counter(index for made in steps for indices in made for index in indices)
+        assert counted == dict.fromkeys(range(403), epochs), output
+        assert len(steps[1]) < 0.7 * len(steps[0]), output
 
 
 @pytest.mark.extended
