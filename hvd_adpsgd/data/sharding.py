@@ -261,8 +261,8 @@ class Sharding:
             return
         steps = self._of(self.epoch)
         if not steps.ended:
-            needed = max(self._asked, self._wanted[self.epoch]) * self.parts.step
-            if taken := self.parts.take(max(0, needed - steps.number)):
+            needed = max(self._asked, self._wanted[self.epoch]) * self.parts.step - steps.number
+            if needed > 0 and (taken := self.parts.take(needed)):
                 self._count()
                 steps.marks.append((steps.number, count(self.parts.consumed)))
                 steps.append(taken)
