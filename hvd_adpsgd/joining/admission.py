@@ -23,8 +23,14 @@ from hvd_adpsgd.joining.candidates import (
     join_server,
 )
 from hvd_adpsgd.joining.decision import all_switch
-from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
-from hvd_adpsgd.joining.join_state import JoinState, pack, shares, terms
+from hvd_adpsgd.joining.join_state import (
+    JoinState,
+    exchange_parts,
+    has_parts,
+    pack,
+    shares,
+    terms,
+)
 from hvd_adpsgd.joining.joining import arrive
 from hvd_adpsgd.joining.nonblocking import have_met, meets, waits_anyway
 from hvd_adpsgd.joining.reconnect import (

@@ -30,8 +30,14 @@ from hvd_adpsgd.joining.candidates import (
     checked,
     open_own_listener,
 )
-from hvd_adpsgd.joining.join_parts import exchange_parts, has_parts
-from hvd_adpsgd.joining.join_state import JoinState, shares, terms, unpack
+from hvd_adpsgd.joining.join_state import (
+    JoinState,
+    exchange_parts,
+    has_parts,
+    shares,
+    terms,
+    unpack,
+)
 from hvd_adpsgd.joining.listener import Conversation, connect
 from hvd_adpsgd.joining.reconnect import (
     RECONNECT_S,

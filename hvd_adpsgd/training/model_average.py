@@ -254,7 +254,7 @@ def mean_model(model: torch.nn.Module, wanted: Collection[int]) -> dict[int, tor
     """Return means over the leaders of some parameters and buffers, in host memory, for a joining learner.
 
     Models that are not finite are left out. Buffers that are not averaged are copies of this learner's.
-    DTensors are left out (see join_parts). All learners call it together.
+    DTensors are left out (see joining/join_state). All learners call it together.
 
     Args:
         model: the same module on all learners.

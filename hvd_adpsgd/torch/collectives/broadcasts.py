@@ -1,6 +1,5 @@
 """Collective `broadcast` over all learners, also of parameters, optimizer states and objects."""
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.inner.horovod import Average
 from hvd_adpsgd.inner.tensor_bytes import bytes_of, lent, overwrite
-from hvd_adpsgd.joining.join_parts import filled, mesh_of, outlined, state_of
+from hvd_adpsgd.joining.join_state import filled, mesh_of, outlined, pack, state_of, unpack
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.messaging.attempt import Attempt
@@ -163,10 +162,9 @@ def broadcast_optimizer_state(
         )
     groups = tuple((None, "group", (len(g["params"]),)) for g in optimizer.param_groups)
     call = Call("broadcast_optimizer_state", tensors=groups, root=root_rank)
-    data = _broadcast_data(call, lambda: _saved(optimizer.state_dict()))
+    data = _broadcast_data(call, lambda: pack(optimizer.state_dict()))
     if data is not None:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        load_in_place(optimizer, state)
+        load_in_place(optimizer, unpack(data))
 
 
 def _broadcast_sharded_state(optimizer: torch.optim.Optimizer, root_rank: int | None) -> None:
@@ -185,13 +183,6 @@ def _broadcast_sharded_state(optimizer: torch.optim.Optimizer, root_rank: int | 
     if world.super_size > 1:
         parts = [t for t in state_of(optimizer) if is_sharded(t)]
         broadcast_all("broadcast_optimizer_state", None, [(None, t) for t in parts], root_rank)
-
-
-def _saved(state: dict[str, Any]) -> bytes:
-    """Serialize an optimizer state with tensors of any device, for torch.load into CPU memory."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def broadcast_object(
