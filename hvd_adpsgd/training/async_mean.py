@@ -22,8 +22,10 @@ import torch
 from hvd_adpsgd.collectives.topics import Topics
 from hvd_adpsgd.errors import ConfigError, NonFiniteModelError, NotInitializedError, WorldError
 from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.averaging import Averaging
 from hvd_adpsgd.training.presence import live
+from hvd_adpsgd.training.sharded import is_sharded, local, reshard
 
 _TOPIC = "mean"
 _AT_ONCE = 2  # leaders that are asked and have not answered
@@ -161,9 +163,10 @@ class Means:
 def contribution(averaging: Averaging, places: Sequence[int]) -> list[Any]:
     """Return copies of averaged tensors plus the pending corrections of exchanges, as arrays."""
     averaging.tensors.settle()
-    tensors = [averaging.tensors.parameters.given[i] for i in places]
+    tensors = [local(averaging.tensors.parameters.given[i]) for i in places]
     copies = [t.to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True) for t in tensors]
-    averaging.tensors.add_pending({id(t): c for t, c in zip(tensors, copies, strict=True)})
+    given = averaging.tensors.parameters.given
+    averaging.tensors.add_pending({id(given[i]): c for i, c in zip(places, copies, strict=True)})
     return [each.numpy() for each in copies]
 
 
@@ -179,7 +182,8 @@ def contributions(wants: Wants) -> tuple[int, list[Any]] | None:
 def serve_means(averaging: Averaging) -> None:
     """Contribute a leader's model at the end of steps, where it is asked for."""
     world = averaging.world
-    if not world.is_leader or averaging.plan.in_step is not None:
+    gives = world.is_leader or averaging.spec.is_sharded
+    if not gives or averaging.plan.in_step is not None:
         return
     topics = world.collectives.topics
     if _TOPIC not in topics.by_name:
@@ -214,7 +218,9 @@ def average_model_async(
     the mean is exact over these. No other learner waits, or calls anything: its step copies the model. One
     that is stopped, or waits elsewhere, delays the result until `timeout`, and is left out then. So are
     leaders that fail before all of their model has arrived, and models that are not finite. Tensors that the
-    optimizer does not average have this learner's values. Memory: here a sum in float64, and two copies.
+    optimizer does not average have this learner's values. After `fully_shard` each learner asks for its part,
+    which its counterparts contribute at steps of their own, and gets DTensors in host memory. Memory: here a
+    sum in float64, and two copies.
 
     Args:
         model: the module, or a part of it, that wrapped optimizers train; call this between steps. Of
@@ -223,24 +229,26 @@ def average_model_async(
         timeout: seconds for which to wait for a leader's model; None: HVD_ADPSGD_FAILURE_TIMEOUT_S.
 
     Raises:
-        ConfigError: if no optimizer averages the model, or one that waits for super learners, or in shards.
+        ConfigError: if no optimizer averages the model, or one that waits, or HVD_ADPSGD_SHARD cuts it.
         WorldError: on a learner that is no leader, inside `averaged`, or in a step of op=Adasum.
         NonFiniteModelError: in synchronize, if no model is finite.
     """
+    reshard(model)
     world, own = worlds.current(), model.state_dict(keep_vars=True)
-    if not world.is_leader:
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    if not (world.is_leader or any(map(is_sharded, tensors.values()))):
         raise WorldError(
             f"average_model_async: learner {world.rank} is not the leader of its super learner. Call it "
             "where hvd.is_leader() is true."
         )
-    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     state = {**own, **{name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}}
-    others = {group[0]: i for i, group in enumerate(world.groups) if i != world.super_rank}
+    groups = enumerate(world.groups)
+    others = {group[world.inner_rank]: i for i, group in groups if i != world.super_rank}
     timeout_s = world.config.failure_timeout_s if timeout is None else timeout
     if world.is_plain:
         (mean := Mean({}, timeout_s, list)).set_result(state)
         return mean
-    averagings = _averagings_of(tensors.values())
+    averagings = _averagings_of(world, tensors.values())
     wanted = set(map(id, tensors.values() if buffers else model.parameters()))
     given = [averaging.tensors.parameters.given for averaging in averagings]
     places = [[place for place, t in enumerate(ts) if id(t) in wanted] for ts in given]
@@ -253,7 +261,7 @@ def average_model_async(
         found = dict(zip(averaged, means, strict=True))
         for name, t in tensors.items():  # tied parameters have several names
             if id(t) in found:
-                state[name].copy_(torch.from_numpy(found[id(t)]))
+                local(state[name]).copy_(torch.from_numpy(found[id(t)]))
         return state
 
     mean, key = Mean(others, timeout_s, make), (world.rank, next(_numbers))
@@ -265,16 +273,17 @@ def average_model_async(
     return mean
 
 
-def _averagings_of(tensors: Iterable[torch.Tensor]) -> list[Averaging]:
-    """Return the running Averaging of each optimizer of a model."""
+def _averagings_of(world: World, tensors: Iterable[torch.Tensor]) -> list[Averaging]:
+    """Return the running Averaging of each optimizer of a model; off leaders, of parts of a model."""
     ids = set(map(id, tensors))
-    averagings = [a for a in live() if not ids.isdisjoint(map(id, a.tensors.parameters.given))]
+    given = [a for a in live() if world.is_leader or a.spec.is_sharded]
+    averagings = [a for a in given if not ids.isdisjoint(map(id, a.tensors.parameters.given))]
     waiting = [a for a in averagings if a.plan.in_step is not None]
-    sharded = [a for a in averagings if a.tensors.shards > 1 or a.spec.is_sharded]
+    sharded = [a for a in averagings if a.tensors.shards > 1]
     if not averagings or waiting or sharded:
         raise ConfigError(
             f"average_model_async: {len(averagings)} optimizers average this model, {len(waiting)} with a "
-            f"strategy that waits, {len(sharded)} in shards. Use hvd.averaged."
+            f"strategy that waits, {len(sharded)} with HVD_ADPSGD_SHARD. Use hvd.averaged."
         )
     for averaging in averagings:
         averaging.require_running()

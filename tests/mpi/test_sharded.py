@@ -17,7 +17,7 @@ IMPORTS = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dyn
 CASES = (
     *("SGD", "AdamW", "accumulation", "mixed precision", "offload", "tensor parallel", "means"),
     *("evaluated", "states", "added", "refusals", "late fully_shard", "late tensor parallel"),
-    "nonfinite",
+    *("nonfinite", "mean without waiting"),
 )
 Facts = dict[str, Any]
 
@@ -77,6 +77,11 @@ def test_means_against_those_of_gathered_values() -> None:
         assert facts["distance"] < 1e-12 and facts["error"] < 1e-13, facts
         assert facts["after"] < 1e-12
         assert facts["broadcast"], "not the parts of the root's super learner"
+
+
+def test_a_mean_without_waiting_is_that_of_the_counterparts() -> None:
+    for facts in first()["mean without waiting"]:
+        assert facts["error"] < 1e-15 and facts["models"] == 2, facts
 
 
 def test_forward_passes_without_backward() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd.launch import world as worlds
+from hvd_adpsgd.training import async_mean
 
 ROUND, ROUNDS = 5, 400
 BREATHER_S = (
@@ -188,6 +189,39 @@ def means() -> dict[str, Any]:
         "after": after,
         "broadcast": flat(parts(other)).tolist() == from_root,
     }
+
+
+def mean_without_waiting() -> dict[str, Any]:
+    """Each part of the mean on super learner 0 against what its counterparts have contributed."""
+    made: dict[int, list[float]] = {}
+    original = async_mean.contributions
+
+    def contributions(wants: Any) -> Any:
+        if (copies := original(wants)) is not None:
+            made[copies[0]] = flat([torch.from_numpy(array) for array in copies[1]]).tolist()
+        return copies
+
+    async_mean.contributions = contributions
+    model = transformer()
+    steps = Steps(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    steps.step()
+    handle = hvd.average_model_async(model) if hvd.super_rank() == 0 else None
+    while not all(hvd.allgather_object(handle is None or hvd.poll(handle))):
+        steps.step()
+    async_mean.contributions = original
+    inner_rank = worlds.current().inner_rank
+    given = hvd.allgather_object((inner_rank, hvd.super_rank(), made))
+    steps.optimizer.close()
+    if handle is None:
+        return {"error": 0.0, "models": 2}
+    of = {super_rank: its for inner, super_rank, its in given if inner == inner_rank}
+    expected = torch.tensor(
+        [of[rank][step] for rank, step in handle.steps.items()], dtype=torch.float64
+    )
+    state = hvd.synchronize(handle)
+    found = flat([state[name].to_local() for name, _ in model.named_parameters()])
+    assert not torch.equal(expected[0], expected[-1]), "of equal models"
+    return {"error": float((found - expected.mean(0)).abs().max()), "models": len(handle.steps)}
 
 
 def checkpoint(folder: str) -> dict[str, Any]:
@@ -474,6 +508,7 @@ def main() -> None:
         "late fully_shard": lambda: late(fully_shard),
         "late tensor parallel": lambda: late(tensor_parallel),
         "means": means,
+        "mean without waiting": mean_without_waiting,
         "refusals": refusals,
         "checkpoint": lambda: checkpoint(folder),
         "nonfinite": nonfinite,
