@@ -26,10 +26,12 @@ def test_ignite_trains_with_its_horovod_backend(tmp_path: Path) -> None:
     for facts in learners:
         assert facts["face"] and facts["begins_alike"], facts
         assert (facts["size"], facts["backend"]) == (4, "horovod")
-        assert facts["places"] == 1 and facts["steps"] == 3 * 480 // 40
+        assert facts["places"] == 1
         assert len(facts["accuracies"]) == 3 and facts["accuracies"][-1] > 0.5
         assert facts["accuracies"] == learners[0]["accuracies"], "not one model, or not all data"
         assert facts["apart"] == 0.0 and facts["saved"]
+    steps = sum(facts["steps"] for facts in learners)  # of the last epoch
+    assert 480 // 10 <= steps <= 52, "an epoch did not end with the loader"
 
 
 MAIN = "WorldError install(): __main__ imported"
