@@ -4,7 +4,6 @@
 # ruff: noqa: E402
 
 import dataclasses
-import itertools
 import math
 import threading
 from pathlib import Path
@@ -23,14 +22,12 @@ from lab.studies.claim import __main__ as script
 from lab.studies.claim import (
     evaluation,
     learners,
-    picture,
     schemes,
-    situations,
     study,
     table,
     tasks,
 )
-from lab.studies.claim.curves import Point, at_samples, last_until, time_to, told
+from lab.studies.claim.curves import Point, at_samples, last_until, time_to
 from lab.studies.claim.recorder import Recorder, copied, copy_file, log_file, start_file
 from lab.studies.claim.records import Key, Record
 
@@ -70,21 +67,6 @@ def test_the_last_point_until_a_time() -> None:
     assert last_until(CURVE, 0.5) is None
 
 
-def test_values_are_told_with_students_interval() -> None:
-    assert told([1.0, 2.0, 3.0]) == f"2.00 ± {4.303 / math.sqrt(3):.2f}"
-    assert told([1.234]) == "1.23"
-    assert told([]) == ""
-
-
-def test_copies_are_made_until_t_and_after() -> None:
-    times = situations.times(32.0)
-    assert times == sorted(times)
-    assert times[0] == 1.0
-    assert times[-2:] == [32.0, pytest.approx(35.2)]
-    ratios = [b / a for a, b in itertools.pairwise(times[:-1])]
-    assert max(ratios) == pytest.approx(min(ratios))
-
-
 # ---- rows, goals, table
 
 
@@ -105,51 +87,6 @@ def test_a_row_compares_equal_seeds() -> None:
     assert row.equal == [2.0]
     assert row.loss == [2.0, 2.0]
     assert row.speed == [pytest.approx(40.0), pytest.approx(10.0)]
-
-
-@pytest.mark.parametrize(
-    ("factors", "line"),
-    [
-        ((4.0, 4.0), "0.25 ± 0.00, **reached**"),
-        ((2.0, 2.0), "0.50 ± 0.00, **missed**"),
-        ((4.0, 0.5), "0.25 in 1 of 2 runs, **missed**"),
-        ((0.5, 0.5), "not reached, **missed**"),
-    ],
-)
-def test_a_goal_is_reached_or_missed(factors: tuple[float, ...], line: str) -> None:
-    runs = [record("ddp", seed) for seed in range(2)]
-    for seed, factor in enumerate(factors):
-        mine = record("hadpsgd", seed, factor)
-        runs.append(dataclasses.replace(mine, curve=[p for p in mine.curve if p.seconds <= 110.0]))
-    goal = table.goal(table.rows(runs, 100.0), "text", "1gbit")
-    assert goal == f"- text, links of 1 Gb/s: goal at most 0.33 of DDP's time: {line}"
-
-
-def test_a_situation_without_a_goal_or_without_runs() -> None:
-    assert table.goal({}, "text", "killed") is None
-    goal = table.goal(table.rows([record("hadpsgd", 0)], 100.0), "text", "1gbit")
-    assert goal is not None and goal.endswith("not measured")
-
-
-def test_the_table_names_what_is_missing_and_what_ended() -> None:
-    short = CURVE[:1]
-    runs = [record("hadpsgd", 0, situation="killed")]
-    runs.append(record("ddp", 0, situation="killed", curve=short, ended_s=33.4))
-    found = table.rows(runs, 100.0)
-    absent = {("text", "killed", "diloco"): "not installed: pip install torchft"}
-    text = table.table(found, absent, ["text"], ["killed"], list(schemes.SCHEMES))
-    for words in ("no run", "4.00, ends after 33 s", "pip install torchft", "2.00 | 4.00"):
-        assert words in text
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    runs = [record(scheme, seed) for scheme in ("ddp", "hadpsgd") for seed in range(2)]
-    runs.append(record("horovod", 0, curve=[], ended_s=0.1))
-    absent = {("text", "slow", "ddp"): "needs root"}
-    for across in picture.ACROSS:
-        file = tmp_path / f"{across}.png"
-        picture.draw(runs, absent, ["text", "speech"], ["1gbit", "slow"], file, across)
-        assert file.read_bytes().startswith(b"\x89PNG")
 
 
 # ---- order, and what is kept
@@ -205,14 +142,6 @@ def test_what_cannot_run_here_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["text", "even", "diloco"] == "not installed: pip install torchft"
     assert found["text", "1gbit", "ddp"] == "a cluster needs root, this is user 1000"
     assert ("text", "even", "ddp") not in found
-
-
-@pytest.mark.parametrize(
-    "words", [["--seconds", "0.5"], ["--seeds", "-1"], ["--seeds", *map(str, range(11))]]
-)
-def test_wrong_arguments(words: list[str]) -> None:
-    with pytest.raises(Problem, match=words[0]):
-        script.arguments(words)
 
 
 # ---- copies

@@ -14,24 +14,9 @@ for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "
     pytest.importorskip(needed)
 
 from examples.acoustic_model import demo
-from examples.acoustic_model import train as script
-from examples.acoustic_model.speech import figure
 from examples.acoustic_model.speech.problem import Problem
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("value", ["3", "3:", ":2", "-1:2", "3:0", "3:nan", "3:x"])
-def test_a_disturbance_that_cannot_be_read_is_refused(value, capsys) -> None:
-    with pytest.raises(SystemExit):
-        script.arguments([f"--slow={value}"])
-    assert f"'{value}' is not RANK:NUMBER, for instance 3:5" in capsys.readouterr().err
-    assert script.arguments(["--kill", "3:0.5"]).kill == (3, 0.5)
-
-
-def test_no_learner_is_made_faster() -> None:
-    with pytest.raises(Problem, match=r"FACTOR of --slow is 0\.5, allowed are 1 to 1e\+06"):
-        script.arguments(["--slow", "3:0.5"])
 
 
 def killed_run(folder: Path, finishes: bool, scheme: str = "hadpsgd") -> demo.launch.Training:
@@ -88,35 +73,6 @@ def test_a_run_with_other_settings_is_not_taken_for_finished(tmp_path: Path) -> 
     assert not one.is_finished(tmp_path / "other")
     longer = demo.training(kind, 0, demo.arguments(["--out", str(tmp_path), "--epochs", "9"]))
     assert longer.folder == one.folder and not longer.is_finished(data)
-
-
-def test_the_table_and_the_figure(tmp_path: Path) -> None:
-    rows = {
-        kind.name: {"seconds": 10.0 + i, "part": 1.0, "wer": 0.13, "interval": [0.1, 0.16]}
-        for i, kind in enumerate(demo.kinds(["even", "slow"]))
-    }
-    rows["ssgd-killed"] = {"seconds": 2.0, "part": 0.25}
-    rows["hadpsgd-killed"] = {"seconds": 6.0, "part": 1.0}
-    difference = {"difference": -0.006, "low": -0.02, "high": 0.008}
-    text = demo.table(rows, {"H-ADPSGD minus plain Horovod, even learners": difference})
-    lines = text.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:7:2]] == list(demo.SITUATIONS.values())
-    assert lines[7].endswith("even learners: WER -0.6 points (-2.0 to +0.8)")
-    assert "one learner alone, with its own batch and rate: WER 13.0" in lines[8]
-    figure.draw_times(rows, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_time_that_is_left_follows_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(demo.time, "perf_counter", lambda: now[0])
-    runs = demo.kinds(["even", "slow", "killed"])
-    clock = demo.Clock(runs, 4)
-    total = sum(kind.seconds(4) for kind in runs)
-    assert clock.next("a", 0) == f"\n[1 of 7] a, seed 0 (about {total / 60:.1f} min left)"
-    first = runs[0].seconds(4)
-    now[0] += 2 * first  # this machine takes twice as long
-    assert f"about {2 * (total - first) / 60:.1f} min left" in clock.next("b", 0)
 
 
 @pytest.mark.extended

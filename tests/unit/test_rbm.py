@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from examples.acoustic_model.speech.model import FeedForward, Shape, make, preset, windows  # noqa: E402
-from examples.acoustic_model.speech.rbm import RBM, spread  # noqa: E402
+from examples.acoustic_model.speech.rbm import RBM  # noqa: E402
 
 
 def machine(gaussian: bool, visible: int = 5, hidden: int = 4, seed: int = 3) -> RBM:
@@ -168,8 +168,3 @@ def test_the_guard_holds_a_machine_that_runs_away(
     assert all(math.isfinite(entry["error"]) for entry in entries)
     assert entries[-1]["error"] < 10
     assert len(steps) == 3 * (len(corpus.Split(speech, "train", 5)) // 5), "others wait for each"
-
-
-def test_spread_is_that_of_units_over_the_batch() -> None:
-    v = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
-    assert spread(v, 3 * v) == pytest.approx((3 / math.sqrt(2), 9 / math.sqrt(2)))

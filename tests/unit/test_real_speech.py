@@ -22,7 +22,6 @@ from examples.acoustic_model.speech.problem import Problem
 from examples.real_speech import corpus, decode, dialogs, importers, model, ngram, prepare
 from examples.real_speech import train as script
 from examples.real_speech.cuts import CutBatches, check
-from examples.real_speech.scoring import letter_errors
 from examples.real_speech.utterances import Utterance, features
 
 LUA = """
@@ -234,12 +233,6 @@ def test_the_decoder_weighs_scores_and_letters_by_hand() -> None:
     assert decode.Decoder(ngram.graph(letters, 0.1, 1.0), "ab").text(doubtful) == "aa"
 
 
-def test_letter_errors_count_spaces() -> None:
-    wrong, letters = letter_errors(["de vis", "nee"], ["devis", "nee"])
-    assert wrong.tolist() == [1, 0]
-    assert letters.tolist() == [6, 3]
-
-
 def test_a_small_run_is_trained_and_decoded(data: Path, tmp_path: Path) -> None:
     words = ["--strategy", "single", "--data", str(data), "--out", str(tmp_path), "--epochs", "3"]
     options = script.arguments([*words, "--layers", "1", "--cells", "8", "--warm-up", "0.5"])
@@ -258,26 +251,6 @@ def test_a_small_run_is_trained_and_decoded(data: Path, tmp_path: Path) -> None:
             (tmp_path / f"{name}.{part}.npy").symlink_to(data / f"{name}.{part}.npy")
     with pytest.raises(Problem, match="has the letters .*'xyz'; give the --data"):
         decode.decode(tmp_path / "model.pt", tmp_path, 3)
-
-
-@pytest.mark.parametrize(
-    ("act", "told"),
-    [
-        (lambda folder: corpus.read(folder), "no .*corpus.json; make it first"),
-        (lambda folder: prepare.utterances(folder, "nl"), "has no recordings of language nl"),
-        (lambda folder: script.arguments(["--batch", "0"]), "--batch is 0, allowed are 1 to 1024"),
-        (lambda folder: script.arguments(["--strategy", "rings"]), "^--strategy: "),
-    ],
-)
-def test_mistakes_are_told(act, told: str, tmp_path: Path) -> None:
-    with pytest.raises(Problem, match=told):
-        act(tmp_path)
-
-
-def test_without_apt_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare.shutil, "which", lambda name: None)
-    with pytest.raises(Problem, match="no apt-get and dpkg here.*--game FOLDER"):
-        prepare.fetched("nl", tmp_path)
 
 
 def sounds(folder: Path) -> list[Path]:

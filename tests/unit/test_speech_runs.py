@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "scipy", "tqdm", "tensorboard"):
     pytest.importorskip(needed)
 
@@ -176,28 +174,6 @@ def test_the_final_model_counts_each_by_its_heldout_loss(speech, tmp_path, monke
     assert weights == pytest.approx([1.0 if how == "plain" else 1 / loss])
 
 
-@pytest.mark.parametrize("name", ["single", "ssgd"])
-def test_one_model_is_not_combined(name):
-    with pytest.raises(Problem, match=f"^--combine weighted with --strategy {name}: .*leave"):
-        script.arguments(["--strategy", name, "--combine", "weighted"])
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--activation", "relu"), "^--activation relu: --preset small has none"),
-        (("--preset", "dnn", "--projection", "8"), "^--projection 8: --preset dnn has none"),
-        (
-            ("--preset", "dnn", "--init", "nowhere.pt"),
-            r"no nowhere.pt; .*python -m .*\.pretrain_rbm",
-        ),
-    ],
-)
-def test_options_of_another_kind_of_model(speech, tmp_path, words, told):
-    with pytest.raises(Problem, match=told):
-        script.Trainer(alone, _options(speech, tmp_path / "run", *words))
-
-
 def test_divergence_ends_a_training(speech, tmp_path, monkeypatch):
     losses = iter([(6.0, 1.0), (float("nan"), 1.0)])
     monkeypatch.setattr(script.Trainer, "heldout", lambda *_: next(losses))
@@ -207,11 +183,6 @@ def test_divergence_ends_a_training(speech, tmp_path, monkeypatch):
     assert [entry["heldout_loss"] for entry in map(json.loads, lines.splitlines())] == [6.0, None]
     assert "NaN" not in lines
     assert not (tmp_path / "run" / "model.pt").exists()
-
-
-def test_metrics_are_flattened_to_finite_numbers():
-    tree = {"a": 1, "b": {"c": 0.5, "d": float("nan"), "e": {"f": 2}}, "g": "text"}
-    assert dict(journal.scalars(tree)) == {"a": 1.0, "b/c": 0.5, "b/e/f": 2.0}
 
 
 def test_the_rate_warms_up_and_is_annealed():

@@ -25,28 +25,6 @@ def test_nothing_held_out_is_trained_on(tmp_path: Path) -> None:
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
 
 
-def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_bytes(b"abc" * 30)
-    with pytest.raises(SystemExit, match="^error: 90 bytes are too few for sequences of 64 bytes"):
-        script.Text([path], 64)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--width", "48"], "--width is 48, allowed are multiples of 32"),
-        (["--steps", "0"], "--steps is 0, allowed are numbers from 1"),
-        (["--steps", "60"], "--steps is 60, allowed are multiples of --every 50"),
-        (["--data", "nowhere.txt"], "--data nowhere.txt is no file"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(words: list[str], told: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        script.arguments(words)
-    assert told in capsys.readouterr().err
-
-
 def test_the_next_byte_is_predicted_from_those_before_only() -> None:
     torch.manual_seed(0)
     model = script.GPT(32, 2, 8)
