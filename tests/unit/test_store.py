@@ -168,28 +168,6 @@ def test_mates_learn_of_a_publication_alike():
         assert mate.take_arrivals() == NONE
 
 
-def test_local_updates_made_meanwhile_are_kept():
-    a, b = offered(np.zeros(8)), offered(np.full(8, 2.0))
-    exchange(a, b, 0)
-    a.model += 10.0
-    a.absorb(a.store.publish())
-    np.testing.assert_array_equal(a.model, 11.0)
-
-
-def test_a_follower_reads_what_its_leader_published():
-    leader = Learner(np.zeros(8), node=True)
-    follower = Learner(np.zeros(8), leader=leader)
-    other = Learner(np.full(8, 2.0))
-    leader.absorb(-1)
-    other.absorb(-1)
-    exchange(leader, other, 0)
-    slot = leader.store.publish()
-    follower.absorb(slot)
-    leader.absorb(slot)
-    np.testing.assert_array_equal(leader.model, follower.model)
-    assert leader.model.all()
-
-
 def test_merging_goes_on_while_a_late_learner_reads_the_slot_of_the_step_before():
     """It may do so until the all-reduce that follows the next publication is over."""
     leader = Learner(np.zeros(8), node=True)
