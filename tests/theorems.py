@@ -1,4 +1,4 @@
-"""Closed forms that tests set against the engine; tests/unit/test_theorems.py holds them to brute force.
+"""Closed forms that tests set against the engine, and the engine against them.
 
 Legend: n super learners, models X (n, d), mean m, a round X <- T X with a mixing matrix T, symmetric
 and doubly stochastic.
@@ -17,11 +17,6 @@ from hvd_adpsgd.theory import topology
 def ring_edges(n: int) -> list[tuple[int, int]]:
     """None for n = 1, one for n = 2, n for n >= 3."""
     return [(0, 1)][: n - 1] if n <= 2 else [(i, (i + 1) % n) for i in range(n)]
-
-
-def complete_edges(n: int) -> list[tuple[int, int]]:
-    """All n (n - 1) / 2 edges of the complete graph."""
-    return list(itertools.combinations(range(n), 2))
 
 
 def pair_matrix(n: int, i: int, j: int, weight: float = 0.5) -> np.ndarray:

@@ -1,13 +1,12 @@
 """Staging on real GPUs. None is needed for the rest of the tests; without one all of this is skipped.
 
 The same jobs as tests/unit/test_staging.py, and what only a GPU can tell: whether the host really waits for
-nothing, how much of a copy hides behind the computation, and how fast copies are beside a plain one.
+nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import random
 import time
@@ -184,52 +183,6 @@ def test_the_host_waits_for_nothing(large):
     np.testing.assert_array_equal(large.memory.areas[0].mirror[:4].view(np.float32), [3.0])
 
 
-@pytest.mark.alone
-@pytest.mark.extended
-def test_how_much_of_a_copy_is_hidden(large):
-    """Printed: ms per step with and without a copy of 256 MiB in each, in turns; medians of 5."""
-    a = torch.randn(4096, 4096, device="cuda")
-
-    def work() -> None:
-        for _ in range(20):
-            torch.mm(a, a)
-
-    def ms_per_step(copies: bool) -> float:
-        large.staging.settle()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(20):
-            large.step(copies, work)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - began) / 20 * 1e3
-
-    ms_per_step(True)
-    turns = [(ms_per_step(False), ms_per_step(True)) for _ in range(5)]
-    alone, copied = np.median(turns, axis=0)
-    plain = plain_ms(large.nbytes)
-    hidden = 1 - (copied - alone) / plain
-    print(json.dumps({"alone": alone, "copied": copied, "plain_copy": plain, "hidden": hidden}))
-
-
-@pytest.mark.alone
-@pytest.mark.extended
-def test_rate_of_copies_beside_a_plain_one(large):
-    """Printed: GB/s of the model to the mirror, and of one pinned copy of as many bytes, in turns."""
-    turns = []
-    for _ in range(6):
-        began = time.perf_counter()
-        large.staging.absorb(large.steps, True)
-        large.staging.settle()
-        turns.append(
-            (
-                large.nbytes / (time.perf_counter() - began),
-                large.nbytes / plain_ms(large.nbytes) * 1e3,
-            )
-        )
-    ours, plain = np.median(turns[1:], axis=0) / 1e9
-    print(json.dumps({"staging": ours, "plain": plain, "ratio": ours / plain}))
-
-
 def test_the_host_does_not_wait_for_corrections_of_a_large_model():
     """Its operations fit into what a GPU takes ahead of time."""
     large = Large(1024)
@@ -246,48 +199,3 @@ def test_the_host_does_not_wait_for_corrections_of_a_large_model():
     np.testing.assert_array_equal(large.tensors[-1][:4].cpu(), np.full(4, 1.5))
     large.staging.close()
     assert not waited
-
-
-@pytest.mark.alone
-@pytest.mark.extended
-def test_what_corrections_cost():
-    """Printed: ms of the host in absorb(), and of the trainer's stream; 1 GiB, corrections in all of it.
-
-    On an idle GPU, and on one that is behind the host. Medians of 5.
-    """
-    large, found = Large(1024), {}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for behind in (False, True):
-        times = []
-        for _ in range(6):
-            large.staging.settle()
-            large.merge()
-            large.memory.publish()
-            torch.cuda.synchronize()
-            if behind:
-                torch.cuda._sleep(200 * MS)
-            begin.record()
-            began = time.perf_counter()
-            large.staging.absorb(large.steps, True)
-            host = time.perf_counter() - began
-            end.record()
-            torch.cuda.synchronize()
-            times.append((host * 1e3, begin.elapsed_time(end)))
-            large.steps += 1
-        found["behind" if behind else "idle"] = np.median(times[1:], axis=0).round(2).tolist()
-    large.staging.close()
-    print(json.dumps({"plain_copy": plain_ms(large.nbytes), **found}))
-
-
-def plain_ms(nbytes: int) -> float:
-    """Of a copy to page-locked memory that torch has allocated."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    times = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return float(np.median(times[1:])) * 1e3

@@ -28,8 +28,7 @@ OF_THE_CHECKOUT = (
     "test_setup test_troubleshooting"
 ).split()
 WITHOUT_TORCH = (
-    "test_agreement test_config test_errors test_kernels test_layout test_mixing test_strategies "
-    "test_topology"
+    "test_agreement test_config test_errors test_kernels test_layout test_strategies test_topology"
 ).split()
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(2400)]

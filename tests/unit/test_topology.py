@@ -15,14 +15,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 ROUNDS = st.integers(0, 10_000)
 
 
-def test_ring_neighbours_by_hand():
-    assert topology.ring_neighbours(1, 0) == ()
-    assert [topology.ring_neighbours(2, i) for i in range(2)] == [(1,), (0,)]
-    assert [topology.ring_neighbours(3, i) for i in range(3)] == [(2, 1), (0, 2), (1, 0)]
-    assert topology.ring_neighbours(5, 0) == (4, 1)
-    assert topology.ring_neighbours(5, 4) == (3, 0)
-
-
 @given(SIZES)
 def test_ring_neighbours_are_the_ring_edges(n):
     edges = ring_edges(n)
