@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hvd_adpsgd_lab import simulate
 from hvd_adpsgd_lab.simulate import units
 from hvd_adpsgd_lab.simulation import slow_links
 from hvd_adpsgd_lab.simulation.planner import Cluster, allreduce_s, job_of, plan
@@ -133,21 +132,9 @@ def test_units() -> None:
     [
         ({"slow_links": 1.5}, r"slow_links \(--slow-links\) is 1\.5"),
         ({"slow_links": 0.001}, "which is no pair of 16 super learners"),
-        ({"racks": 17, "racks_factor": 2.0}, r"racks \(--racks\) is 17"),
         ({"super_learners": 5000}, "5000 super learners with slow links .*allowed are up to 4096"),
     ],
 )
 def test_what_would_be_ignored_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         replace(UNEQUAL, **changes)
-
-
-def test_the_command_tells_of_slow_links(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--super-learners 6 --model 1M --step 100ms --network 80Mb/s,100us --minutes 0.5"
-    words += " --slow-links 0.25x10 --racks 2x5 --strategy random_pairs:prefer_fast=0.9"
-    assert simulate.main(words.split()) == 0
-    told = capsys.readouterr().out
-    assert "25% of the pairs 10 times slower, 5 times slower between 2 racks" in told
-    assert "averaging=random_pairs:prefer_fast=0.9" in told
-    assert "per second, squared distance" in told
-    assert "in theory" not in told  # of uniform pairs

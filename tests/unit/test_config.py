@@ -66,10 +66,6 @@ def test_defaults_and_an_environment_without_our_names():
     assert Config.from_environment({"HOME": "/", "HVD_RANK": "x"}) == Config()
 
 
-def test_a_replacement_can_read_its_environment():
-    assert Config.from_environment({"HVD_ADPSGD_JOIN_AS": "2"}) == Config()
-
-
 @pytest.mark.parametrize("text", ["", "  "])
 def test_empty_variable_is_the_default(text):
     environ = {environment_name(name): text for name in DEFAULTS}
@@ -132,22 +128,6 @@ def test_unknown_variable_names_the_nearest(wrong, right):
     assert str(error.value).count("HVD_ADPSGD_") == 2
 
 
-def test_a_name_that_is_like_no_other_is_taken_for_none():
-    with pytest.raises(ConfigError) as error:
-        Config.from_environment({"HVD_ADPSGD_ENGINE_CPUS": "auto"})
-    assert "ENGINE_CPUS in environment. Rename it or remove it" in str(error.value)
-
-
-def test_unknown_variable_is_refused_even_when_empty():
-    with pytest.raises(ConfigError, match="HVD_ADPSGD_X"):
-        Config.from_environment({"HVD_ADPSGD_X": ""})
-
-
-def test_replace_unknown_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"chunk_kb .*did you mean chunk_kib\?"):
-        Config().replace(chunk_kb=128)
-
-
 def test_table_has_a_row_per_option():
     """But for those of tests and studies."""
     rows = Config.table()
@@ -159,12 +139,6 @@ def test_table_has_a_row_per_option():
         assert row.env == PREFIX + row.name.upper()
         assert row.range
         assert row.meaning
-
-
-def test_unit_is_in_the_name_or_the_table():
-    units = {row.name: row.unit for row in Config.table()}
-    assert units["deadline_s"] == units["leave_deadline_s"] == "s"
-    assert units["max_staleness"] == "steps"
 
 
 def another(name: str) -> object:

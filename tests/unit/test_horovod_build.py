@@ -397,15 +397,6 @@ def test_failed_build_names_log_and_error(tmp_path):
     assert "no such thing" in log.read_text()
 
 
-def test_relevant_lines_are_the_first_errors_or_the_last_lines():
-    quiet = "\n".join(f"line {number}" for number in range(100))
-    assert hb.relevant_lines(quiet, 2).split() == ["line", "98", "line", "99"]
-    assert hb.relevant_lines(f"a\nf.cc:1: error: b\n{quiet}", 2).splitlines() == [
-        "    f.cc:1: error: b",
-        "    line 0",
-    ]
-
-
 def test_second_builder_waits_for_the_first(tmp_path, capsys):
     entered = threading.Event()
 

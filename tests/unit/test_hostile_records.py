@@ -117,15 +117,11 @@ def test_a_file_that_cannot_be_read_is_an_error(
     "values",
     [
         (1e308, -1e308),
-        (sys.float_info.max, -sys.float_info.max),
         (sys.float_info.max, sys.float_info.max),
         (5e-324, 0.0),
-        (5e-324, 1e-323),
         (-5e-324, sys.float_info.max),
         (1e-310, 1e308),
-        (1e100, -1e100),
         (1.0, 1.0 + 2**-52),
-        (1e99, 1e99 * (1 + 2**-52)),
     ],
 )
 def test_numbers_that_cannot_be_drawn_are_left_out(

@@ -208,14 +208,6 @@ def test_merge_mean(n, dtype, learners, fresh, replace):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_models_get_no_correction(dtype):
-    own = widened(draw(np.random.default_rng(2), 1025, dtype), dtype)
-    slot = np.ones(1025, wide(dtype))
-    assert kernels.merge_mean(DTYPES[dtype], raw(slot), raw(4 * own), raw(own), 4, True) == 0
-    np.testing.assert_array_equal(slot, np.zeros(1025))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("place", [0, 1024, 1999])
 @pytest.mark.parametrize(("fresh", "replace"), [(True, False), (False, False), (True, True)])
