@@ -109,13 +109,6 @@ def test_with_the_mean_of_all_it_is_diloco() -> None:
         np.testing.assert_allclose(models.mean(axis=0), outer.detach().numpy(), rtol=0, atol=1e-12)
 
 
-def test_the_mean_moves_by_outer_steps_only() -> None:
-    """Whatever is exchanged, once both sides of an exchange have ended a block."""
-    strategy = GASLoC(2, 0.8, 0.6)
-    apart = run(strategy, lambda _: np.eye(N))
-    np.testing.assert_allclose(run(strategy).mean(axis=1), apart.mean(axis=1), rtol=0, atol=1e-12)
-
-
 def test_frozen_parameters_have_no_momentum() -> None:
     learner = Learner(GASLoC(1, 1.0, 0.9))
     for update in list(updates(1))[:3]:
@@ -138,21 +131,6 @@ def test_a_model_that_is_finite_again_trains_on() -> None:
     for _ in range(2):
         learner.step(np.ones(SIZE))
     np.testing.assert_allclose(learner.w, 3 + 0.7 * 2 + 0.5 * 0.7 * 2)  # an outer step of its own
-
-
-def test_a_mean_that_a_script_takes_is_no_local_update() -> None:
-    """What it moves the model by stays, without momentum; all else follows as without it."""
-    one, other = (Learner(GASLoC(3, 0.7, 0.9)) for _ in range(2))
-    jump = np.linspace(-2, 2, SIZE)
-    for step, update in enumerate(updates(3)):
-        one.step(update[0], update[1] / 7)
-        other.step(update[0], update[1] / 7)
-        if step == 4:
-            with torch.no_grad():
-                one.rule.before_mean()
-                one.model += torch.from_numpy(jump)
-                one.rule.after_mean()
-    np.testing.assert_allclose(one.w, other.w + jump, rtol=1e-12, atol=1e-12)
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended() -> None:

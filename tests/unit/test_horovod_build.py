@@ -411,13 +411,3 @@ def test_second_builder_waits_for_the_first(tmp_path, capsys):
     assert entered.wait(60)
     thread.join(60)
     assert "waiting for another build" in capsys.readouterr().out
-
-
-def test_kept_files_appear_whole(tmp_path):
-    fresh = tmp_path / "fresh"
-    fresh.write_text("wheel")
-    home = tmp_path / "home"
-    home.mkdir()
-    hb.keep(fresh, home / "kept.whl")
-    assert [path.name for path in home.iterdir()] == ["kept.whl"]
-    assert (home / "kept.whl").read_text() == "wheel"

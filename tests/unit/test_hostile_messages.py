@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from hvd_adpsgd.engine.agreement import Agreement
-from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.wire_tcp import TcpWire
 from hvd_adpsgd.formats import FORMATS, OWN, Format
 from tests.hostile import mutated
@@ -252,15 +251,6 @@ def test_a_message_that_is_longer_than_any_is_ignored(job: Job, longer: int) -> 
     job.until(lambda: engine.loop.malformed()[0] == 2)
     assert engine.loop.malformed()[1] == BROKEN and engine.loop.fault()[0] == 0
     job.until(lambda: engine.loop.met(1) > 2)
-
-
-def test_the_log_names_who_sent_it(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    job.send(CONTROL, b"x")
-    job.until(lambda: job.members[0].loop.malformed()[0] == 1)
-    engine = Engine.__new__(Engine)  # that of another world, in which member 2 is super learner 7
-    engine.loop, engine._members = job.members[0].loop, [3, 5, 7]
-    engine._warn_malformed()
-    assert "super learner 7 sent a message that no engine sends" in caplog.text
 
 
 def is_closed(end: socket.socket) -> bool:

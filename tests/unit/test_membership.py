@@ -47,37 +47,22 @@ def test_the_last_news_counts_but_after_a_failure(story):
     assert membership.failed_ranks() == tuple(i for i in range(3) if states[i] is FAILED)
 
 
-def test_lines_say_who_when_and_what_now_and_only_once(lines):
+def test_each_change_is_told_once_with_who_and_when(lines):
     membership = made()
-    membership.update([(1, SUSPECT)], 1842)
-    assert lines() == [
-        (
-            False,
-            "super learner 1 (node1) is silent at step 1842 of super learner 0. Averaging skips it until it "
-            "answers; raise HVD_ADPSGD_DEADLINE_S if it is only slow.",
-        )
-    ]
-    membership.update([(1, ALIVE)])
-    assert [line for _, line in lines()] == [
-        "super learner 1 (node1) answers again. Averaging continues with it."
-    ]
-    for state in (SUSPECT, ALIVE):
-        membership.update([(1, state)])
-    assert lines() == []
-    membership.update([(1, FAILED), (2, LEFT)], 9)
-    assert lines() == [
-        (
-            True,
-            "super learner 1 (node1) has failed at step 9 of super learner 0. Training continues without it.",
-        ),
-        (
-            False,
-            "super learner 2 (node2) has left at step 9 of super learner 0. Averaging continues among its "
-            "peers.",
-        ),
-    ]
-    membership.update([(1, FAILED), (1, ALIVE)], 10)
-    assert lines() == []
+    for states, step, told in (
+        ([(1, SUSPECT)], 1842, ["super learner 1 (node1) is silent at step 1842 of super learner 0."]),
+        ([(1, ALIVE)], None, ["super learner 1 (node1) answers again."]),
+        ([(1, SUSPECT), (1, ALIVE)], None, []),
+        ([(1, FAILED), (2, LEFT)], 9, ["super learner 1 (node1) has failed at step 9",
+                                       "super learner 2 (node2) has left at step 9"]),
+        ([(1, FAILED), (1, ALIVE)], 10, []),
+    ):  # fmt: skip
+        for one in states:
+            membership.update([one], step)
+        found = lines()
+        assert len(found) == len(told)
+        for (warns, line), start in zip(found, told, strict=True):
+            assert line.startswith(start) and warns == ("failed" in start)
 
 
 def test_an_engine_tells_of_a_failure_that_is_known(lines):
@@ -192,13 +177,6 @@ def test_the_learners_of_a_super_learner_share_who_has_left():
     assert mate.failed_ranks(ended={2, 3}) == (2, 3)
 
 
-def test_sources_are_asked():
-    membership = made()
-    membership.sources.append(lambda: [(2, LEFT)])
-    membership.poll_sources()
-    assert membership.have_left([2])
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_failure_that_one_learner_has_found_stays(first: int) -> None:
     """Of a sharded model each learner's engine has a peer of its own: one was killed, the other left."""
@@ -234,19 +212,3 @@ def test_callbacks_are_forgotten_in_shutdown_also_without_a_call_of_admit(monkey
     assert callbacks.are_told()
     assert not list(world.teardown.run_stops())
     assert not callbacks.are_told()
-
-
-@pytest.mark.parametrize("state", [FAILED, LEFT])
-def test_lines_do_not_say_that_something_continues_where_nothing_does(lines, state):
-    membership = made(n=3)
-    membership.update([(1, state)], 9)
-    assert "continues" in lines()[0][1]
-    membership.update([(2, state)], 9)
-    assert lines()[0][1].endswith(
-        "no other super learner trains."
-        if state is FAILED
-        else "9 of super learner 0. No other super learner trains."
-    )
-    at_the_end = made(n=3)
-    at_the_end.update([(1, state)], 9, ends=True)
-    assert lines()[0][1].endswith("at step 9 of super learner 0.")

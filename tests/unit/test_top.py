@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import pty
 import subprocess
@@ -17,12 +16,9 @@ from hvd_adpsgd.tools import top
 from hvd_adpsgd.tools.top import printable
 from hvd_adpsgd.watching.record import Record
 from hvd_adpsgd.watching.reports import Report
-from hvd_adpsgd.watching.table import COLUMNS, Row
+from hvd_adpsgd.watching.table import COLUMNS
 
 HOST = "gpu-node-0123.rack-7.cluster.example.org, learner 128"
-ALWAYS = ("#", "state", "step", "steps/s", "loss")
-
-
 def recorded(folder: Path, host: str = HOST, text: str = "gone") -> None:
     """Three super learners that report until now; the last one has failed 6 s ago."""
     now_s = time.time()
@@ -75,14 +71,6 @@ def test_the_table_is_readable(
                            "share", "MB/s", "loss", ""]  # fmt: skip
 
 
-def test_a_share_tells_its_bits_if_the_model_has_more() -> None:
-    (share,) = [column for column in COLUMNS if column.title == "share"]
-    rows = [
-        Row(0, "", "ok", 0.0, Report(share=0.25, bits=bits), 0.0, 0.1, (), 0.0) for bits in (0, 8)
-    ]
-    assert [share.cell(row) for row in rows] == ["0.25", "0.25/8b"]
-
-
 def test_a_pipe_gets_all_columns(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +90,6 @@ def test_names_cannot_steer_the_terminal(
     assert "?[2Jh???" in text and "failed: ?]0;t?" in text
     assert text.replace("\n", "").isprintable()
     assert printable("näme 3·1") == "näme 3·1"
-
-
-def test_a_time_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded(tmp_path)
-    line = json.dumps({"kind": "event", "event": "alert", "about": 0, "text": "x"})
-    with open(tmp_path / "0.jsonl", "a") as file:
-        file.write(line[:-1] + ', "time_s": 1e400}\n')
-    assert top.main(["--once", str(tmp_path)]) == 0
-    assert "alert: x" not in capsys.readouterr().out, "the line is passed over"
 
 
 @pytest.mark.parametrize("every", ["nan", "inf", "-1", "0"])

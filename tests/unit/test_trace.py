@@ -92,15 +92,6 @@ def test_a_new_run_replaces_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     assert events(path) == [] and not old(path).exists()
 
 
-def test_a_learner_that_replaces_another_keeps_its_records(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    for name, continues in (("failed", False), ("new", True)):
-        timeline = Timeline(path, rank=0, continues=continues)
-        timeline.complete(name, "trainer", 0, 1)
-        timeline.close()
-    assert [e["name"] for e in events(old(path)) + events(path)] == ["failed", "new"]
-
-
 def test_it_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     path, limit = tmp_path / "trace.json", 400_000
     timeline = Timeline(path, rank=0, limit_nbytes=limit)

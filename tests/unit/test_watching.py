@@ -22,7 +22,7 @@ from hvd_adpsgd.watching.health import aged, late_after_s
 from hvd_adpsgd.watching.record import Record, Run, Track, read
 from hvd_adpsgd.watching.reports import REPORT_NBYTES, Report, decode, encode, main_scalar
 from hvd_adpsgd.watching.sampler import Sample, Sampler
-from hvd_adpsgd.watching.table import rows, sparkline
+from hvd_adpsgd.watching.table import rows
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 REPORTS = st.builds(
@@ -349,13 +349,6 @@ def test_not_finite_numbers_are_json_and_come_back(tmp_path: Path) -> None:
     assert (scalars["lr"], scalars["x"]) == (math.inf, -math.inf)
 
 
-def test_a_line_that_is_cut_off_or_strange_is_passed_over(tmp_path: Path) -> None:
-    recorded(tmp_path)
-    with open(tmp_path / "0.jsonl", "a") as file:
-        file.write('[1]\n{"kind": "rep')
-    assert len(read(tmp_path).tracks[0].reports) == 30
-
-
 def test_reports_of_others_count_where_they_have_no_file(tmp_path: Path) -> None:
     record = Record(tmp_path, 0)
     record.report(1, replace(FINE, time_s=1.0, step=7))
@@ -467,12 +460,6 @@ def test_rows_say_how_each_is(tmp_path: Path) -> None:
     run.tracks[1].reports[-1] = replace(last, steps_per_s=1.0)
     assert [row.state for row in rows(run, 30.0)] == ["ok", "SLOW", "FAILED"]
     assert rows(run, 30.0)[0].loss == 1 / 30
-
-
-def test_sparklines() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1.0, math.nan, 1.0]) == "▁▁"
-    assert sparkline([]) == "" and len(sparkline(range(1000))) == 16
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
