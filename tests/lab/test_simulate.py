@@ -30,20 +30,15 @@ CRASHES = next(
 )
 
 
-def test_a_replay_says_what_it_is_and_what_came_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_says_what_it_is_and_its_chart_has_a_line_for_every_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert simulate.main(["--seed", "8", "--chart"]) == 0
     out = capsys.readouterr().out
-    assert str(Scenario.random(8)) in out
-    assert "every promise kept" in out
+    assert str(Scenario.random(8)) in out and "every promise kept" in out
+    arrows = [line for line in out.splitlines() if re.search(r"ms\)", line)]
+    assert len(arrows) == len(run(Scenario.random(8), trace=True).network.messages()) > 10
     assert re.search(r"ASK 1|chunk \d+ B|VOTE 0|sum \d+ B", out)
-
-
-def test_a_chart_has_a_line_for_every_message(capsys: pytest.CaptureFixture[str]) -> None:
-    simulate.main(["--seed", "8", "--chart"])
-    job = run(Scenario.random(8), trace=True)
-    lines = capsys.readouterr().out.splitlines()
-    arrows = [line for line in lines if re.search(r"ms\)", line)]
-    assert len(arrows) == len(job.network.messages()) > 10
 
 
 def enumerators(file: str, beginning: str) -> dict[str, int]:

@@ -318,18 +318,6 @@ def test_what_fewer_bits_are_compared_with_is_of_the_slow_link(seed: int, after:
     assert plant.control.wire_format.bits == 4
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_slow_moment_is_forgotten(seed: int) -> None:
-    plant = Plant(seed=seed, nbytes=1e7, model_s=1e-4, bits=True, bytes_per_s=1e8 / 0.35)
-    plant.steps(400)
-    plant.bytes_per_s /= 20
-    plant.steps(160)
-    assert plant.control.wire_format.bits > 0
-    plant.bytes_per_s *= 20
-    plant.steps(400)
-    assert plant.control.wire_format.bits == 0
-
-
 def test_the_leader_tells_its_engine() -> None:
     clock = [0.0]
 

@@ -1,4 +1,4 @@
-"""tests/steady.py: what it reads in the output of a run, and that it ends all that it started."""
+"""tests/steady.py ends all that it started, and takes cores away as long as a run lasts."""
 
 import subprocess
 import sys
@@ -7,18 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests import preempting, steady
-
-SAID = """
-FAILED tests/unit/test_a.py::test_b[4] - AssertionError: 2 passed
-ERROR tests/mpi/test_c.py::test_d
-2 failed, 4998 passed, 12 skipped in 480.12s (0:08:00)
-"""
-
-
-def test_a_run_s_verdicts_are_those_of_pytest() -> None:
-    names = ["tests/unit/test_a.py::test_b[4]", "tests/mpi/test_c.py::test_d"]
-    assert steady.verdicts(SAID) == (4998, names)
-    assert steady.verdicts("make: *** [Makefile:1] Error 2") == (0, [])
 
 
 def test_a_run_that_does_not_end_is_ended_with_what_it_has_left_behind(tmp_path: Path) -> None:

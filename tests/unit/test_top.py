@@ -19,6 +19,8 @@ from hvd_adpsgd.watching.reports import Report
 from hvd_adpsgd.watching.table import COLUMNS
 
 HOST = "gpu-node-0123.rack-7.cluster.example.org, learner 128"
+
+
 def recorded(folder: Path, host: str = HOST, text: str = "gone") -> None:
     """Three super learners that report until now; the last one has failed 6 s ago."""
     now_s = time.time()

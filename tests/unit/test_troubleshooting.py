@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
 from hvd_adpsgd import errors
 
 ROOT = Path(__file__).parents[2]
@@ -104,32 +102,6 @@ def test_every_message_without_a_cure_has_an_entry():
     assert len(messages()) > 250
     assert len(without) > 60
     assert missing(pages(), messages()) == []
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        (f"{HOLE} differs between learners: {HOLE} is {HOLE}. Set it.", "differs between learners"),
-        (f"{HOLE}. {HOLE}", ""),
-        ("one super learner of %d: nothing to average", "one super learner of"),
-    ],
-)
-def test_key_is_the_longest_constant_run(message, expected):
-    assert key(re.sub(r"%d", HOLE, message)) == expected
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("no folder: neither an argument nor a variable names one. Pass that folder.", True),
-        ("this one is wrapped already; pass the plain optimizer", True),
-        ("Load of the host is too high: 3 of 4 cores", False),
-        (f"MPI failed. See {HOLE}", False),
-        (f"super learner {HOLE} is gone; starting another one in its place", False),
-    ],
-)
-def test_a_cure_is_an_imperative_after_the_first_clause(message, expected):
-    assert names_its_cure(message) == expected
 
 
 def test_a_message_without_an_entry_is_found():

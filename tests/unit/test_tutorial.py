@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,6 @@ import pytest
 from hvd_adpsgd.watching.table import COLUMNS
 from tests.launcher import environment
 from tests.notebook import NOTEBOOK, PAGE, ROOT, execute, page, source, translated
-
-
-def code(text: str) -> dict[str, Any]:
-    return {"cell_type": "code", "source": text.splitlines(keepends=True), "outputs": []}
 
 
 def cells() -> list[dict[str, Any]]:
@@ -44,16 +39,6 @@ def test_every_cell_has_run() -> None:
 
 def test_the_page_is_the_notebook() -> None:
     assert PAGE.read_text() == page(cells()), "run: python -m tests.notebook"
-
-
-def test_cells_share_names_and_commands_print(tmp_path: Path) -> None:
-    printed = execute([code("a = 2"), code("!echo one >&2; pwd"), code("print(a)")], tmp_path)
-    assert printed == ["", f"one\n{tmp_path}\n", "2\n"]
-
-
-def test_a_command_that_fails_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(subprocess.CalledProcessError):
-        execute([code("if True:\n    !exit 3")], tmp_path)
 
 
 @pytest.mark.mpi
