@@ -52,12 +52,6 @@ def test_transport_error_keeps_code_and_partner(error):
         assert (type(one), str(one), one.code, one.peer) == (error, "no answer", 54, 3)
 
 
-def test_transport_error_without_details():
-    raised = errors.TransportError("broken")
-    assert raised.code is None
-    assert raised.peer is None
-
-
 @pytest.mark.parametrize(
     ("enabled", "mpi", "advised"),
     [("", True, True), ("0", True, True), ("1", True, False), ("", False, False)],

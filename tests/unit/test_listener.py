@@ -271,14 +271,3 @@ def test_init_joins_by_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "enter", enter)
     with pytest.raises(LaunchError, match="it joins"):
         hvd.init(config=config)
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_a_secret_file_that_others_can_read_is_told(
-    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "secret"
-    file.write_text(SECRET.hex())
-    file.chmod(mode)
-    assert joining._secret(str(file)) == SECRET
-    assert ("chmod 600" in caplog.text) == (mode == 0o644)

@@ -308,25 +308,6 @@ def test_features_of_kaldi_are_taken(tmp_path: Path) -> None:
         features(bad)
 
 
-@pytest.mark.parametrize(
-    ("tables", "told"),
-    [
-        ({}, "no .*text; a data directory of Kaldi has text"),
-        ({"text": "u ja", "wav_scp": "u sph2pipe -f wav a.sph |"}, "u is a command .*are not run"),
-        ({"text": "u ja", "wav_scp": "v a.wav"}, "u of text has neither a recording"),
-        (
-            {"text": "u ja", "wav_scp": "r a.wav", "segments": "u r 2 1"},
-            "is not RECORDING START END",
-        ),
-    ],
-)
-def test_a_damaged_data_directory_is_told(
-    tables: dict[str, str], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(Problem, match=told):
-        importers.from_kaldi(kaldi(tmp_path / "data", **tables))
-
-
 def manifest(folder: Path) -> Path:
     lhotse = pytest.importorskip("lhotse")
     cuts = []
@@ -410,17 +391,3 @@ def test_learners_with_manifests_of_their_own_may_make_different_numbers_of_step
         script.arguments(["--strategy", "ssgd", "--cuts", str(path), str(short)])
     with pytest.raises(Problem, match="--cuts with --batch or --by-speaker"):
         script.arguments(["--cuts", str(path), "--batch", "3"])
-
-
-def test_cuts_that_would_be_read_wrongly_are_refused(tmp_path: Path) -> None:
-    lhotse = pytest.importorskip("lhotse")
-    cuts = list(lhotse.CutSet.from_file(manifest(tmp_path)))
-    with pytest.raises(Problem, match="changed by lhotse"):
-        list(importers.utterances_of(lhotse.CutSet.from_cuts([cuts[0].perturb_speed(0.5)])))
-    stereo = tmp_path / "stereo.wav"
-    soundfile.write(stereo, np.zeros((16000, 2)), 16000)
-    recording = lhotse.Recording.from_file(stereo)
-    said = [lhotse.SupervisionSegment("u", recording.id, 0, 0.7, text="ja", channel=0)]
-    cut = lhotse.MonoCut("c", 0.0, 1.0, 0, recording=recording, supervisions=said)
-    with pytest.raises(Problem, match="has 2 channels, allowed is 1"):
-        list(importers.utterances_of(lhotse.CutSet.from_cuts([cut])))

@@ -17,7 +17,7 @@ import pytest
 
 from hvd_adpsgd.engine.handshake import RELEASE
 from hvd_adpsgd.errors import LaunchError
-from hvd_adpsgd.launch import bootstrap, rendezvous
+from hvd_adpsgd.launch import rendezvous
 from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.launch.rendezvous import HttpStore, Place, StoreGather, of_environment, opened
 from tests.launcher import wait_for
@@ -231,17 +231,6 @@ def test_a_port_that_is_taken_is_named() -> None:
         place = Place("a test", 0, 2, "127.0.0.1", port, serves=True)
         with pytest.raises(LaunchError, match=f"port {port}.*address already in use.*MASTER_PORT"):
             opened(place, TcpStore, Deadline(60))
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"), [({"unresolved": "vm"}, ("on learner 1", "host, vm,", "/etc/hosts"))]
-)
-def test_what_one_learner_lacks_is_an_error_on_all(
-    answer: dict[str, str], words: tuple[str, ...]
-) -> None:
-    with pytest.raises(LaunchError) as raised:
-        bootstrap._require_fit([{"unresolved": ""}, answer])
-    assert all(word in str(raised.value) for word in words)
 
 
 def test_a_failed_start_keeps_no_store_open() -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -251,67 +250,3 @@ def test_log_metrics_gets_the_numbers_and_the_run_of_the_script() -> None:
         assert row["hvd_adpsgd/loss/mean"] == 1.5 and row["hvd_adpsgd/loss/1"] == 1.0
         folders = {tag.rpartition("/")[0] for tag in row}
         assert not folders & set(row), "no file can be a folder, too"
-
-
-def sent_elsewhere(writer: Any) -> None:
-    """Three reports of two super learners, one with a loss that is NaN, from a thread as that of a job."""
-    outlet = Outlet(writer, 0.0)
-
-    def send() -> None:
-        for step in (1, 2, 3):
-            reports = {
-                0: replace(FINE, step=step, scalars={"loss": 1 / step}),
-                1: replace(FINE, step=step + 1, scalars={"loss": math.nan}),
-            }
-            outlet.send(step, reports, 0, {0, 1})
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    sender.join(LONG_S)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("what", ["run", "module"])
-def test_trackio_has_what_was_sent(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The real one, whose runs are files of this machine; the module finds its run by a context variable."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at the import
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    trackio = pytest.importorskip("trackio")
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    run = trackio.init(project=what, name="one", auto_log_cpu=False, auto_log_gpu=False)
-    sent_elsewhere(run if what == "run" else trackio)
-    trackio.finish()
-    rows = storage.get_logs(what, "one")
-    assert [row["step"] for row in rows] == [1, 2, 3], caplog.text
-    for row in rows:
-        assert row["hvd_adpsgd/loss/0"] == pytest.approx(1 / row["step"])
-        assert math.isnan(row["hvd_adpsgd/loss/1"]) and math.isnan(row["hvd_adpsgd/loss"])
-        assert row["hvd_adpsgd/steps_per_s"] == 4.0
-    assert not caplog.records
-
-
-def refuse(*address: Any) -> None:
-    raise OSError(f"no network in this test: {address}")
-
-
-@pytest.mark.extended
-def test_mlflow_has_what_was_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The real one with its store of files, which mlflow-skinny has."""
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    with mlflow.start_run() as run:
-        sent_elsewhere(mlflow)
-    client = mlflow.MlflowClient()
-    for tag in ("hvd_adpsgd/loss/0", "hvd_adpsgd/step/1", "hvd_adpsgd/steps_per_s/mean"):
-        history = client.get_metric_history(run.info.run_id, tag)
-        assert [point.step for point in history] == [1, 2, 3], caplog.text
-    losses = client.get_metric_history(run.info.run_id, "hvd_adpsgd/loss/0")
-    assert [point.value for point in losses] == [pytest.approx(1 / step) for step in (1, 2, 3)]
-    assert not caplog.records
