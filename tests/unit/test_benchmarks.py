@@ -96,31 +96,6 @@ def test_folders_tell_settings_apart(tmp_path, data):
     assert len(places | {place}) == len(others) + 2
 
 
-def test_finished_runs_are_kept_and_failed_ones_repeated(tmp_path, data, capsys):
-    runs = _runs(tmp_path, data)
-    acted = []
-
-    def act(one, fails):
-        acted.append(one.seed)
-        assert not any(one.folder.iterdir())
-        (one.folder / "left").touch()
-        if one.seed in fails:
-            raise Problem(f"seed {one.seed} is unlucky")
-        return {"heldout_loss": one.seed}
-
-    root = tmp_path / "runs"
-    first, failed = sweep.perform(runs, root, data, lambda one: act(one, {1}))
-    assert [outcome.record is None for outcome in first] == [False, True, False]
-    assert failed == ["noloco:period=10, seed 1: seed 1 is unlucky"]
-    assert first[0].record["settings"]["seed"] == 0
-    second, failed = sweep.perform(runs, root, data, lambda one: act(one, ()))
-    assert acted == [0, 1, 2, 1]
-    assert [outcome.record["heldout_loss"] for outcome in second] == [0, 1, 2]
-    assert failed == []
-    assert second[0].record == json.loads(json.dumps(first[0].record))
-    assert "3 runs, 2 finished before" in capsys.readouterr().out
-
-
 def test_an_interrupted_run_is_not_finished(tmp_path, data):
     runs = _runs(tmp_path, data, seeds=(0,))
 

@@ -17,7 +17,6 @@ for needed in ("torch", "espeakng_loader", "kaldi_native_fbank", "matplotlib", "
 
 import torch
 
-from examples.acoustic_model.speech.problem import Problem
 from lab.studies.claim import __main__ as script
 from lab.studies.claim import (
     evaluation,
@@ -103,33 +102,6 @@ def test_schemes_take_turns_in_another_order_for_each_seed() -> None:
 
 def options(tmp_path: Path, *words: str) -> Any:
     return script.arguments(["--tasks", "text", "--quick", "--out", str(tmp_path), *words])
-
-
-def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = options(tmp_path, "--only", "even", "--seeds", "0", "--schemes", "ddp", "hadpsgd")
-    made: list[Key] = []
-
-    def one(key: Key, *_: object) -> tuple[list[Point], None]:
-        made.append(key)
-        if key.scheme == "ddp" and len(made) == 1:
-            raise Problem("on purpose")
-        return CURVE, None
-
-    monkeypatch.setattr(study, "one", one)
-    monkeypatch.setattr(study.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(study.picture, "draw", lambda *_: None)
-    with pytest.raises(Problem, match="1 runs failed; start again"):
-        study.perform(chosen)
-    assert "failed: on purpose" in (tmp_path / "table.md").read_text()
-    study.perform(chosen)
-    study.perform(chosen)
-    assert [key.scheme for key in made] == ["ddp", "hadpsgd", "ddp"]
-    study.perform(options(tmp_path, "--only", "even", "--seeds", "0", "--seconds", "7"))
-    assert len(made) == 3 + len(schemes.SCHEMES) - sum(
-        map(bool, map(schemes.missing, schemes.SCHEMES))
-    )
-    text = (tmp_path / "table.md").read_text()
-    assert "T = 7 s; 4 learners; seeds: 1." in text
 
 
 def test_what_cannot_run_here_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
