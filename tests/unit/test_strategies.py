@@ -326,10 +326,8 @@ def test_plan_of_no_super_learner(name, rank, size):
     ("schedule", "weight"),
     [
         ([1, 2], 0.5),
-        (np.empty((0, 1)), 0.5),
         ([[-1]], 0.5),
         ([[1]], 0.0),
-        ([[1]], 0.6),
         ([[1]], float("nan")),
         (np.empty((1, 0)), 0.6),
     ],
@@ -343,11 +341,9 @@ def test_plan_refuses(schedule, weight):
     ("arguments", "said"),
     [
         ((0, AFTER, None), "period 0"),
-        ((-1, DURING, None), "period -1"),
         ((1, "later", None), "order 'later'"),
         ((2, DURING, None), "one step later"),
         ((1, AFTER, np.empty((0, 2))), "peers of shape"),
-        ((1, AFTER, [[1]]), "peers of shape"),
         ((1, AFTER, [1, 2]), "peers of shape"),
     ],
 )
@@ -387,14 +383,10 @@ def test_rounds_of_pairs_only_where_there_are_pairs(name):
     ("make", "cure"),
     [
         (lambda: SynchronousGossip(AFTER, "fixed_ring"), "bad base.*'fixed_ring'"),
-        (lambda: SynchronousGossip(AFTER, FixedRing), "bad base for synchronous_gossip"),
         (lambda: GossipPGA(3, None), "None, allowed is a strategy"),
-        (lambda: A2CiD2("fixed_ring"), "bad base.*'fixed_ring'.*a2cid2\\+fixed_ring"),
         (lambda: PeriodicAveraging(True), "period"),
-        (lambda: PeriodicAveraging(2.0), "period"),
         (lambda: PeriodicAveraging(2, "0.5"), "block_momentum"),
         (lambda: PeriodicAveraging(2, nesterov="no"), "nesterov.*True and False"),
-        (lambda: PeriodicAveraging(2, nesterov=2), "nesterov"),
         (lambda: NoLoCo(rate=True), "rate"),
     ],
 )
