@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.data import samplers
-from hvd_adpsgd.data.ranges import EPOCH, count, split, without
+from hvd_adpsgd.data.ranges import EPOCH, count
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import ConfigError, StrategyMismatchError
 from hvd_adpsgd.torch import dynamic_sampler
@@ -163,12 +163,6 @@ def test_learners_make_equally_many_steps_of_equal_size(learners: int, number: i
         taken.update(i for share in shares for start, stop in share for i in range(start, stop))
     assert taken == {i for start, stop in ranges for i in range(start, stop)}
     assert steps.of_step(-(-number // (2 * learners)), 0) == []
-
-
-def test_sets_of_positions() -> None:
-    assert without([(0, 10), (20, 30)], [(2, 4), (9, 21), (29, 40)]) == [(0, 2), (4, 9), (21, 29)]
-    assert split([(5, 7), (0, 3)], 3) == ([(5, 7), (0, 1)], [(1, 3)])
-    assert split([(5, 7), (0, 3)], 2) == ([(5, 7)], [(0, 3)])
 
 
 def test_one_that_joins_begins_where_the_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
