@@ -78,13 +78,6 @@ def consensus_distance(models: np.ndarray) -> float:
 # ---- factors on disagreement
 
 
-def ring_eigenvalues(n: int) -> np.ndarray:
-    """Of the fixed ring by Fourier mode, (1 + 2 cos(2 pi j / n)) / 3 for n >= 3; (1, 0) for n = 2."""
-    if n <= 2:
-        return np.array([1.0, 0.0])[:n]
-    return (1 + 2 * np.cos(2 * np.pi * np.arange(n) / n)) / 3
-
-
 def permuted_contraction(matrix: np.ndarray) -> float:
     """E |P^T T P x|^2 / |x|^2 = (|T|_F^2 - 1) / (n - 1) for every x of mean zero, P random.
 
@@ -142,16 +135,3 @@ def asking(seconds: np.ndarray, prefer: float, candidates: int = 3) -> np.ndarra
         wins = sum(above**t * least ** (candidates - 1 - t) for t in range(candidates))
         q[i, j] = (1 - prefer + prefer * wins) / (n - 1)
     return q
-
-
-# ---- stationary disagreement under X <- T X - a N, N of variance s^2: a^2 s^2 kappa per entry
-
-
-def kappa_fixed(n: int) -> float:
-    """Of the fixed ring: (1/n) sum over j >= 1 of 1 / (1 - lambda_j^2)."""
-    return float(np.sum(1 / (1 - ring_eigenvalues(n)[1:] ** 2)) / n)
-
-
-def kappa_random(n: int, contraction: float) -> float:
-    """Of peers redrawn each round, with that factor per round; 0: an exact mean, or delay-by-one."""
-    return (n - 1) / (n * (1 - contraction))

@@ -113,6 +113,27 @@ def test_after_shutdown_the_signal_ends_the_process(start):
     assert process.returncode == -signal.SIGTERM
 
 
+def test_in_shutdown_the_signal_changes_nothing(start):
+    """It comes too late to leave: peers that have met this learner there wait for it in MPI_Finalize."""
+    process, _ = start("""
+        import select
+        preemption.watch(made := departure())
+        made.enter_shutdown()
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(os.getpid(), flush=True)
+        while select.select([preemption._reading], [], [], 0)[0]:  # until the thread has taken it
+            time.sleep(1e-3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        preemption.unwatch()  # takes this one, if the thread has not
+        print(made.is_asked, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_here()
+    """)
+    assert rest(process)[0] == "False"
+    assert process.returncode == -signal.SIGTERM, "it was sent after shutdown()"
+    assert "leaves" not in process.stderr.read()
+
+
 def test_a_learner_that_was_asked_to_leave_does_not_enter_shutdown(start):
     process, _ = start("""
         preemption.watch(made := departure(is_leader=False))
@@ -124,6 +145,20 @@ def test_a_learner_that_was_asked_to_leave_does_not_enter_shutdown(start):
     """)
     assert rest(process) == ["last", "first"]
     assert process.returncode == -signal.SIGTERM
+
+
+def test_a_handler_of_the_script_is_left_alone(start):
+    process, _ = start("""
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        preemption.watch(departure())
+        flags[0] = 1
+        preemption.block_if_leaving()  # nothing holds it either
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(0, flush=True); print(heard, flush=True)
+    """)
+    assert rest(process) == ["[1]"]
+    assert process.returncode == 0
 
 
 def test_a_forked_child_ends_by_the_signal_alone(start):

@@ -177,6 +177,13 @@ def test_the_learners_of_a_super_learner_share_who_has_left():
     assert mate.failed_ranks(ended={2, 3}) == (2, 3)
 
 
+def test_sources_are_asked():
+    membership = made()
+    membership.sources.append(lambda: [(2, LEFT)])
+    membership.poll_sources()
+    assert membership.have_left([2])
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_failure_that_one_learner_has_found_stays(first: int) -> None:
     """Of a sharded model each learner's engine has a peer of its own: one was killed, the other left."""
