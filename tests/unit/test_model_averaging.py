@@ -6,7 +6,6 @@
 import json
 import math
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,34 +58,6 @@ def test_natural_gradients_without_the_library_are_told_in_one_line(monkeypatch)
 
 
 # ---- what is run
-
-
-def test_the_sweep_holds_every_cell_once_per_seed():
-    options = script.arguments([])
-    runs = script.sweep(options.learners, options.periods, options.seeds)
-    assert len({one.name for one in runs}) == len(runs)
-    of_one = [one for one in runs if one.rate != _rate(one)]
-    assert {(one.learners, one.period, one.decoded) for one in of_one} == {(4, 10, False)}
-    assert len(of_one) == 4 * 3 and all(one.rate * 4 == _rate(one) for one in of_one)
-    runs = [one for one in runs if one not in of_one]
-    sigmoid = Counter(one.learners for one in runs if one.activation == "sigmoid")
-    assert sigmoid == {1: 4 * 3, 2: 4 * 7 * 3, 4: 4 * 7 * 3}
-    relu = [one for one in runs if one.activation == "relu"]
-    assert len(relu) == 3 and all(one.learners == 1 for one in relu)
-    decoded = Counter((one.learners, one.period, one.seed) for one in runs if one.decoded)
-    assert decoded == {(1, 0, 1): 4, (4, 10, 1): 4, (4, 100, 1): 4}
-    few = script.sweep([4], [10], [1], ["natural"], ["rbm"])
-    assert [(one.optimizer, one.init) for one in few] == [("natural", "rbm")] * 2
-
-
-def _rate(one: script.Run) -> float:
-    return script.RATES[one.activation, one.optimizer, one.init]
-
-
-@pytest.mark.parametrize("words", ["--learners 0", "--periods 0", "--seeds -1", "--learners 2 3"])
-def test_options_out_of_range(words):
-    with pytest.raises(Problem, match=f"^{words.split()[0]}"):
-        script.arguments(words.split())
 
 
 # ---- what is kept
@@ -177,40 +148,3 @@ def test_weights_depend_on_the_seed_alone_and_come_from_the_stack(tmp_path):
 
 
 # ---- what it shows
-
-
-def _records() -> list[dict]:
-    losses = {(1, 0): (1.0, 1.1), (2, 1): (1.05, 1.06), (2, 10): (1.2, None), (4, 1): (1.3, 1.5)}
-    kind = {"activation": "sigmoid", "optimizer": "sgd", "init": "random"}
-    kind["rate"] = script.RATES["sigmoid", "sgd", "random"]
-    return [
-        kind | {"learners": n, "period": k, "seed": seed, "heldout_loss": loss, "cpu_s": 2.0 * n}
-        for (n, k), row in losses.items()
-        for seed, loss in enumerate(row)
-    ]
-
-
-def test_the_table_of_periods():
-    rows = script.table(script.losses_of(_records()), [1, 10]).splitlines()
-    alone = "1.050 (1.000 to 1.100)"
-    assert f"{alone} | **1.055** (1.050 to 1.060) | diverged 1 of 2 |" in rows[2]
-    assert f"{alone} | 1.400 (1.300 to 1.500) |  |" in rows[3]
-
-
-def test_the_other_tables():
-    scaled = [r | {"learners": 4, "period": 10} for r in _records() if r["learners"] == 4]
-    unscaled = [r | {"rate": r["rate"] / 4, "heldout_loss": 1.1} for r in scaled]
-    records = _records() + scaled + unscaled
-    main, of_one = script.losses_of(records), script.losses_of(records, scaled=False)
-    assert main["sigmoid", "sgd", "random", 4, 10] == [1.3, 1.5]
-    assert "**1.100** (1.100 to 1.100)" in script.unscaled_table(main, of_one)
-    stacked = main | {("sigmoid", "sgd", "rbm", 1, 0): [0.525]}
-    assert " | 0.525 | 0.500 |" in script.pretraining_table(stacked)
-    wer = {("sgd", "random", 1, 0): 0.2, ("sgd", "random", 4, 10): 0.25, ("sgd", "rbm", 1, 0): 0.1}
-    assert "| SGD | random | 20.0 % | 25.0 % |" in script.wer_table(wer)
-
-
-def test_the_figure_is_drawn_of_what_there_is(tmp_path):
-    one_seed = _records()[2] | {"period": 20}
-    script.draw(script.losses_of([*_records(), one_seed]), "title", tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 5000

@@ -4,9 +4,8 @@ import itertools
 from typing import Any
 
 import pytest
-from hvd_adpsgd_lab.bench import storm
 from hvd_adpsgd_lab.bench.storm import jobs, report, schedule
-from hvd_adpsgd_lab.bench.storm.notes import Notes, lines
+from hvd_adpsgd_lab.bench.storm.notes import Notes
 from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
 from hvd_adpsgd import __main__ as commands
@@ -59,15 +58,6 @@ def test_drawn_faults_are_a_poisson_process_of_the_seed():
     assert schedule.drawn(0, 7, 100 * 3600, rates) == many
     assert schedule.drawn(1, 7, 100 * 3600, rates) != many
     assert schedule.drawn(0, 7, 100 * 3600, {"kill": 60.0}) == kills
-
-
-def test_the_public_schedule():
-    faults = schedule.named("public_32")
-    assert schedule.counted(faults) == {"kill": 30, "stop": 9, "cut": 9}
-    assert max(fault.slot for fault in faults) < 32
-    assert max(fault.at_s + fault.duration_s for fault in faults) < 1800
-    assert faults[0] == Fault(34.8, "stop", 7, 20.1)
-    assert faults[1] == Fault(42.5, "kill", 21)
 
 
 def test_fewer_slots_and_minutes():
@@ -197,45 +187,6 @@ def test_growth_is_that_of_the_longest_growing_life():
     assert found["descriptor_growth"] == 0
 
 
-def test_a_jump_is_the_largest_rise():
-    assert report.jump([(0.0, 3.0), (1.0, 2.0), (2.0, 2.5), (3.0, 2.6)]) == 0.5
-    assert report.jump([(0.0, 3.0), (1.0, 2.0)]) == 0.0
-    assert report.jump([(0.0, 3.0)]) is None
-
-
-def test_the_share_of_the_time_in_admit():
-    """Of two slots of 100 s one is in hvd.admit for 7 s and for 3 s; what was before does not count."""
-    lines = _learner(0, 90, every(1, 101, 200))
-    spent = {100.5: 4.0, 110.0: 11.0, 150.0: 14.0}
-    for line in lines:
-        if line["event"] == "step":
-            known = [seconds for t, seconds in spent.items() if t <= line["t"]]
-            line["admit_s"] = max(known, default=0.0)
-    lines.insert(2, {**lines[2], "t": 99.0, "admit_s": 4.0})
-    run = report.Run(_driver(), [lines, _learner(1, 90, every(1, 101, 200))], 2)
-    assert report.summary(run, False)["in_admit"] == pytest.approx(10 / 200)
-
-
-def test_a_storm_beside_a_calm_run():
-    calm = report.summary(
-        report.Run(_driver(), [_learner(i, 90, every(1, 101, 200)) for i in (0, 1)], 2), False
-    )
-    found = report.compared(report.summary(_storm(), False), calm)
-    assert found["steps_kept"] == pytest.approx(181 / 180)
-    assert found["participation"] == found["exchanges_kept"] == pytest.approx(1.0)
-    assert found["calm_steps_per_living_s"] == 1.0
-
-
-def test_lines_that_were_cut_short_are_not_read(tmp_path):
-    file = tmp_path / "lines"
-    notes = Notes(file, slot=3)
-    notes.add("step", 1.5, n=1)
-    notes.close()
-    with file.open("a") as out:
-        out.write('{"event": "st')
-    assert list(lines(file)) == [{"event": "step", "t": 1.5, "slot": 3, "n": 1}]
-
-
 # ---- options
 
 
@@ -248,12 +199,6 @@ def test_a_wrong_option_is_named_before_anything_starts(words, capsys, monkeypat
     monkeypatch.setattr("sys.argv", ["hvd_adpsgd", "bench", "storm", *words.split()])
     assert commands.main() == 2
     assert capsys.readouterr().err.startswith(f"bench: {words}: ")
-
-
-def test_a_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(storm.importlib.util, "find_spec", lambda name: None)
-    assert storm.missing("torchft_diloco") == "not installed: pip install torchft"
-    assert storm.missing("hadpsgd") == ""
 
 
 def test_learners_of_a_storm_have_no_options_of_the_shell(tmp_path, monkeypatch):
