@@ -1,7 +1,5 @@
 """Files and functions that a user gives to be trained in virtual time: what they must be, and the errors."""
 
-import json
-import math
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +72,6 @@ def test_a_file_that_lacks_something(tmp_path: Path, text: str, message: str) ->
         Task.from_file(file)
 
 
-def test_there_must_be_a_file(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.py", Path(__file__).with_suffix(".txt")):
-        with pytest.raises(ConfigError, match="needed is a Python file"):
-            Task.from_file(path)
-
-
 def mixed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1).double())
 
@@ -104,47 +96,30 @@ def schedule_of_another() -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": lambda: 3}, r"model\(\) returned a int"),
         ({"model": lambda: nn.ReLU()}, "0 parameters"),
         ({"model": mixed}, "1.weight of torch.float64 and 0.weight of torch.float32"),
         ({"model": lambda: nn.Linear(3, 1).bfloat16()}, "allowed is float32 or float64"),
         ({"model": lambda: nn.Linear(3, 1, device="meta")}, "dense tensors on the CPU"),
         ({"loss": lambda model, batch: model(batch)}, r"of shape \(2, 1\), needed is a scalar"),
-        ({"loss": lambda model, batch: 1.0}, "returned a float"),
         ({"loss": lambda model, batch: torch.ones(())}, r"backward\(\) raised RuntimeError"),
         ({"loss": failing}, r"loss\(model, batch\) raised RuntimeError: no data .*task.py, line"),
         ({"model": lambda: nn.LazyLinear(1)}, "without a shape yet"),
         ({"model": lambda: holding_a_result()}, "cannot be copied: RuntimeError"),
-        ({"model": lambda: nn.Linear(3, 0, bias=False)}, "0 parameters"),
-        (
-            {"loss": lambda model, batch: model(batch).mean() * 1j},
-            "of torch.complex64, needed is a scalar tensor, real",
-        ),
         (
             {"model": lambda: OTHER, "loss": lambda model, batch: OTHER(batch).mean()},
             "depends on none of the 2 parameters",
         ),
         ({"batches": lambda i, n, seed: [(x for x in ())]}, "be copied"),
-        ({"batches": lambda i, n, seed: 3}, r"batches\(0, 2, 0\) returned a int"),
         ({"batches": lambda i, n, seed: []}, r"batches\(0, 2, 0\) has 0 batches"),
-        ({"batches": failing}, r"batches\(super_learner, n, seed\) raised"),
-        ({"optimizer": lambda p: None}, "returned None"),
         (
             {"optimizer": lambda p: torch.optim.SGD(p[:1], lr=1)},
             "1 tensors, 1 different .* 0 of them",
         ),
         (
-            {"optimizer": lambda p: torch.optim.SGD([p[0], p[0]], lr=1)},
-            "2 tensors, 1 different ones",
-        ),
-        ({"schedule": lambda o: 1}, r"no step\(\)"),
-        (
             {"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)},
             r"ReduceLROnPlateau, whose step\(\) needs a loss",
         ),
         ({"schedule": lambda o: schedule_of_another()}, "a LinearLR of another optimizer"),
-        ({"evaluate": lambda model: 10**400}, "Return a number"),
-        ({"evaluate": lambda model: "good"}, "returned 'good'"),
         ({"evaluate": lambda model: torch.ones(2)}, "Return a number"),
     ],
 )
@@ -185,8 +160,6 @@ def test_batches_that_end_are_asked_for_again_with_the_next_seed(strategy: str) 
     ("options", "message"),
     [
         ({"steps": 0}, r"--steps\) is 0"),
-        ({"points": 0}, r"--points\) is 0"),
-        ({"threads": 0}, r"--threads\) is 0"),
         ({"strategy": "diloco:period=0"}, "diloco: period is 0"),
         ({"strategy": "diloco:periods=1"}, "takes period, rate, momentum"),
         ({"strategy": "synchronous:period=1"}, "takes nothing after its name"),
@@ -223,15 +196,6 @@ def test_an_adam_with_a_step_of_its_own_cannot_share_moments(
     assert not caplog.records
     train(task, two(), steps=1)
     assert "moments are not shared by super learners: Own has" in caplog.text
-
-
-def test_an_error_of_many_lines_is_told_in_one() -> None:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        raise ValueError("one\n\n  two")
-
-    with pytest.raises(ConfigError, match="ValueError: one two ") as caught:
-        train(made(loss=loss), two(), steps=1)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", ["random_pairs", "synchronous", "diloco:period=2"])
@@ -344,9 +308,3 @@ def test_a_parameter_that_the_loss_does_not_use_stays() -> None:
     outcome = train(task, two(), steps=4, points=1)
     assert outcome.model.get_parameter("unused").tolist() == [1, 1]
     assert outcome.points[-1].loss != outcome.points[0].loss
-
-
-def test_numbers_that_json_does_not_have_are_null() -> None:
-    done = train(made(evaluate=lambda model: math.nan), two(), steps=2, points=1)
-    assert "NaN" not in done.to_json()
-    assert list(json.loads(done.to_json())["points"][-1]["evaluation"].values()) == [None]
