@@ -337,7 +337,7 @@ class Trainer:
         with _bar(self.hvd, steps, epoch) as bar:
             for done, (frames, labels) in enumerate(self.loader, start=1):
                 now = epoch + (done - 1) / steps
-                if self.is_divided:  # what others did is known a second later
+                if self.is_divided:  # what others did is known up to a second later
                     now = max(epoch, self.hvd.progress(self.sampler).epochs)
                 if now >= self.lifetime:
                     self._die(now, time.perf_counter() - began)

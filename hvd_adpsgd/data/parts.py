@@ -34,7 +34,9 @@ from typing import Any, NamedTuple
 
 from hvd_adpsgd.data.ranges import EPOCH, Ranges, count, merged, split, without
 
-REPORT_S = 1.0  # between two reports of what was consumed
+# between two reports of what was consumed: the interval per super learner, so that one sends 20 messages per
+# second at most, and the longest
+_REPORT_S, _LONGEST_REPORT_S = 0.05, 1.0
 LEAST_PATIENCE_S, PATIENCE = 1.0, 10.0  # waits for a silent server: at least, in usual answers
 _FIRST_ANSWER_S = 0.05  # estimate of the time of an answer before the first
 _NEWEST = 0.2  # weight of the newest answer in the estimate
@@ -223,7 +225,8 @@ class Parts:
         """Return the messages to send, with the super_ranks of their receivers; `now` in seconds."""
         if self.epoch is not None and not self.ended:
             self._seek(self.epoch, now)
-        if self._news and now - self._reported > REPORT_S:
+        interval = min(_REPORT_S * len(self._living), _LONGEST_REPORT_S)
+        if self._news and now - self._reported > interval:
             self._reported = now
             self.report()
         out, self._out = self._out, []
