@@ -202,11 +202,6 @@ def test_a_super_learner_joins_in_place_of_a_killed_one() -> None:
 
 
 @pytest.mark.extended
-def test_one_of_three_is_replaced() -> None:
-    require_joined(6, **TORCH)
-
-
-@pytest.mark.extended
 def test_with_horovod_inside() -> None:
     found = said(*CASES)
     for case in ("SGD", "AdamW", "accumulation"):

@@ -1,6 +1,6 @@
 """Super learners call hvd.admit(blocking=False) at steps of their own; one is stopped, another one killed.
 
-The last super learner is slower. Super learner 1 stops itself after some steps: another one makes --ahead
+The last super learner is slower. Super learner 1 stops itself after some steps: another one makes AHEAD
 steps meanwhile, which ends the stop. Then super learner 2 kills itself, and a new one takes its place. With
 --called super learner 1 stops when it is called to the meeting that is to let the new one in. With
 --evaluates all average their models after every 5th call, too. When the new one has trained for some steps,
@@ -27,6 +27,7 @@ from tests.mpi.programs.learner import say
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 PAUSE_S, SLOW_S = 0.01, 0.05  # of a step
 GIVES_UP_S = 150.0
+AHEAD = 30  # steps
 
 
 class Run:
@@ -80,7 +81,7 @@ class Run:
             self.stop()
         if self.me == 0 and self.told("stopped") and not self.told("ahead"):
             self.longest += 1
-            if self.longest == self.args.ahead:
+            if self.longest == AHEAD:
                 self.note("ahead")
         dies = self.step >= 30 and (not stops_here or self.told("ahead"))
         if self.me == 2 and dies:
@@ -136,7 +137,6 @@ def count_collections() -> list[object]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--ahead", type=int, default=30)
     parser.add_argument("--called", action="store_true")
     parser.add_argument("--evaluates", action="store_true")
     args = parser.parse_args()

@@ -25,6 +25,7 @@ from tests.mpi.programs.learner import say
 
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 STEPS = 5
+ELEMENTS = 1000
 BREATHER_S = 0.01  # of a step, for which this machine has too few cores
 
 
@@ -44,7 +45,6 @@ def main() -> None:
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
     parser.add_argument("--averaging", default="random_pairs")
-    parser.add_argument("--elements", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=170.0, help="then all give up")
     parser.add_argument("--alone", type=int, default=0, help="end after so many epochs without it")
     args = parser.parse_args()
@@ -86,7 +86,7 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.victims = [int(v) for v in args.victims.split(",") if v]
-        self.model = torch.nn.Linear(args.elements, 1, bias=False, dtype=torch.float64)
+        self.model = torch.nn.Linear(ELEMENTS, 1, bias=False, dtype=torch.float64)
         with torch.no_grad():
             self.model.weight.fill_(hvd.super_rank() + 1.0)
         plain = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
@@ -158,7 +158,7 @@ class Run:
     def epoch(self) -> None:
         for _ in range(STEPS):
             self.optimizer.zero_grad()
-            drift = torch.full((1, self.args.elements), 0.01 * (hvd.super_rank() + 1))
+            drift = torch.full((1, ELEMENTS), 0.01 * (hvd.super_rank() + 1))
             self.model(drift.double()).sum().backward()
             self.optimizer.step()
             time.sleep(BREATHER_S)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -148,10 +147,6 @@ class Commands:
                 assert time.monotonic() < ends, f"{self.merged() - before} of {self.chunks} chunks"
             self.cut()
         assert self.finished(wanted), f"{self.merged() - before} of {self.chunks} chunks"
-
-    def freeze(self) -> None:
-        """Stop this process."""
-        os.kill(os.getpid(), signal.SIGSTOP)
 
     def fork(self) -> int:
         """A child that lives on, as a worker of a data loader does."""
