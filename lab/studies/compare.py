@@ -3,8 +3,6 @@
     python -m lab.studies.compare           every strategy, seeds 0 1 2
     python -m lab.studies.compare --schemes random_pairs synchronous --seeds 0
     python -m lab.studies.compare --quick   a tiny corpus, one epoch, as a test
-    python -m lab.studies.compare --schemes random_pairs --shares 1 0.25 0.0625
-                                                 with exchange_share, in chunks of 64 KiB
 
 It trains 4 super learners of 1 learner, unlike the demo's 2 of 2, so that averaging matters more. Learning
 rate, batch and epochs are the demo's for every strategy; none was tuned. One training runs at a time;
@@ -24,7 +22,6 @@ from lab.studies import figure, sweep
 
 LEARNERS = 4
 ENVIRONMENT = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
-SHARED = {"ADPSGD_CHUNK_KIB": "64"}  # the minimum: the demo's model then has 16 chunks
 BASELINE = "synchronous"
 FAMILIES = {
     "Free running": (
@@ -63,39 +60,29 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="averaging strategies (default: all)",
     )
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (default: 0 1 2)")
-    add(
-        "--shares",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        help="share of the model that an exchange moves, in (0, 1] (default: 1)",
-    )
     add("--epochs", type=int, default=6)
     add("--quick", action="store_true", help="tiny corpus and one epoch, as a test")
     add("--out", type=Path, help="folder (default: out/compare, or out/compare-quick)")
     options = parser.parse_args(argv)
     for seed in options.seeds:
         within("--seeds", seed, 0, 2**31 - 1)
-    for share in options.shares:
-        within("--shares", share, 1e-3, 1)
     within("--epochs", options.epochs, 1, 10_000)
     options.epochs = 1 if options.quick else options.epochs
     options.out = options.out or Path("out") / ("compare" + "-quick" * options.quick)
-    drop_repeats(options, "seeds", "schemes", "shares")
+    drop_repeats(options, "seeds", "schemes")
     return options
 
 
-def training(scheme: str, seed: int, epochs: int, share: float = 1.0) -> launch.Training:
+def training(scheme: str, seed: int, epochs: int) -> launch.Training:
     """Return the training of a scheme with a seed; sweep.placed() chooses its folder."""
-    shared = SHARED | {"HVD_ADPSGD_EXCHANGE_SHARE": f"{share:g}"} if share < 1 else {}
     return launch.Training(
-        f"{scheme}, share {share:g}" if shared else scheme,
+        scheme,
         scheme,
         seed,
         Path(),
         learners=1 if scheme == "single" else LEARNERS,
         options=("--epochs", str(epochs)),
-        variables=ENVIRONMENT | shared,
+        variables=ENVIRONMENT,
     )
 
 
@@ -210,10 +197,9 @@ def main() -> None:
         print(f"skipped: {spec}: {why}", flush=True)
     data, what = prepare_data.named("easy", options.quick)
     runs = [
-        sweep.placed(training(scheme, seed, options.epochs, share), options.out / "runs", data)
+        sweep.placed(training(scheme, seed, options.epochs), options.out / "runs", data)
         for seed in options.seeds
         for scheme in schemes
-        for share in (options.shares if scheme != BASELINE else [1.0])
     ]
     outcomes, failed = sweep.perform(
         runs, options.out / "runs", data, lambda one: train_and_decode(one, data)

@@ -14,7 +14,6 @@ To save time, the model is small, training is short, and only the loss per frame
 decoding. For the same reason `synchronous` is one learner with the whole batch: its mean gradient is over the
 same samples, summed in another order. On seed 0 at B0 the weights differ by less than 1e-6 of their norm for
 80 steps; later the rounding differences grow, as between any two orders of summation.
-`--launch-synchronous` starts four learners instead, which wait for each other in every step.
 Written to --out: result.json, table.md, large_batch.png and all runs.
 """
 
@@ -71,13 +70,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmups", nargs="+", choices=tuple(WARMUPS), default=list(WARMUPS))
     add("--factors", type=int, nargs="+", help="batches as multiples of B0 (default: 1 2 4 8 16)")
     add("--seeds", type=int, nargs="+", default=CONFIRMING, help="seeds (default: 1 2 3)")
-    add("--momentum", type=float, default=0.0, help="momentum of SGD (default: 0)")
-    add("--launch-synchronous", action="store_true", help="synchronous with 4 learners, not 1")
     add("--out", type=Path, default=Path("out/large_batch"))
     options = parser.parse_args(argv)
     for seed in options.seeds:
         within("--seeds", seed, 0, 2**31 - 1)
-    within("--momentum", options.momentum, 0, 0.9999)
     for factor in options.factors or []:
         within("--factors", factor, 1, 4096)
     options.factors = sorted({1, *(options.factors or SETTINGS["factors"])})
@@ -86,14 +82,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def training(
-    scheme: str, warmup: str, factor: int, seed: int, options: argparse.Namespace
-) -> launch.Training:
+def training(scheme: str, warmup: str, factor: int, seed: int) -> launch.Training:
     """Return the training of one cell of the sweep with a seed; sweep.placed() chooses its folder.
 
     With factor 1 the rate has no target to warm up to, so that both warm-ups give the same run.
     """
-    alone = scheme == BASELINE and not options.launch_synchronous
+    alone = scheme == BASELINE
     learners = 1 if alone else SETTINGS["learners"]
     given = {
         "--layers": SETTINGS["layers"],
@@ -102,7 +96,7 @@ def training(
         "--batch": SETTINGS["base_batch"] * factor // learners,
         "--lr": SETTINGS["base_rate"],
         "--scale": factor,
-        "--momentum": options.momentum,
+        "--momentum": 0,
     }
     words = [str(word) for pair in given.items() for word in pair]
     words += WARMUPS[warmup if factor > 1 else "none"]
@@ -242,10 +236,10 @@ def notes(
     role = " (exploring: it chose the settings)" if set(options.seeds) & set(EXPLORING) else ""
     lines = [
         f"Held-out cross-entropy in nats per frame, mean over seeds; {what}; BLSTM of "
-        f"{SETTINGS['layers']} x {SETTINGS['hidden']}, {SETTINGS['epochs']} epochs, SGD with momentum "
-        f"{options.momentum:g}, rate {SETTINGS['base_rate']:g} x batch / {SETTINGS['base_batch']}; "
+        f"{SETTINGS['layers']} x {SETTINGS['hidden']}, {SETTINGS['epochs']} epochs, plain SGD, "
+        f"rate {SETTINGS['base_rate']:g} x batch / {SETTINGS['base_batch']}; "
         f"{SETTINGS['learners']} learners as {SETTINGS['learners']} super learners of 1 (`{BASELINE}`: "
-        f"{'as many' if options.launch_synchronous else 'one with the whole batch'}); {seeds}{role}. "
+        f"one with the whole batch); {seeds}{role}. "
         f"Bold: within 5 % of `{BASELINE}` at batch {SETTINGS['base_batch']}. Largest: the largest batch "
         "up to which all are.",
     ]
@@ -274,9 +268,7 @@ def sweep_all(
         losses by scheme and warm-up, and a line on each failure.
     """
     root = options.out / "runs"
-    wanted = {
-        cell: sweep.placed(training(*cell, options), root, data) for cell in cells(options, schemes)
-    }
+    wanted = {cell: sweep.placed(training(*cell), root, data) for cell in cells(options, schemes)}
     runs = list({one.folder: one for one in wanted.values()}.values())
     outcomes, failed = sweep.perform(runs, root, data, lambda one: measure(one, data))
     records = {one.run.folder: one.record for one in outcomes}
@@ -298,8 +290,7 @@ def main() -> None:
     found, failed = sweep_all(options, schemes, data)
     result = results(found)
     text = "\n\n".join([table(found, result), *notes(options, what, failed, list(skipped))])
-    result |= {"settings": SETTINGS, "momentum": options.momentum, "seeds": options.seeds}
-    result |= {"synchronous_learners": SETTINGS["learners"] if options.launch_synchronous else 1}
+    result |= {"settings": SETTINGS, "seeds": options.seeds}
     result |= {"failed": failed, "skipped": skipped, "versions": launch.versions()}
     titled = {TITLES[warmup]: {s: found[s][warmup] for s in schemes} for warmup in options.warmups}
     title = f"Learning rate proportional to the batch: {what}"

@@ -168,29 +168,27 @@ def _options(*words: str):
 def test_batch_and_rate_grow_together_and_the_first_batch_is_trained_once():
     options = _options()
     for factor in options.factors:
-        one = large_batch.training("fixed_ring", "papers", factor, 1, options)
+        one = large_batch.training("fixed_ring", "papers", factor, 1)
         told = train.arguments(["--strategy", "fixed_ring", *one.options])
         assert told.batch * one.learners == large_batch.SETTINGS["base_batch"] * factor
         peak = train.rate(told, one.learners, told.anneal - 1e-9)
         assert peak == pytest.approx(large_batch.SETTINGS["base_rate"] * factor, rel=1e-3)
-    first = {large_batch.training("x", w, 1, 1, options).options for w in large_batch.WARMUPS}
-    second = {large_batch.training("x", w, 2, 1, options).options for w in large_batch.WARMUPS}
+    first = {large_batch.training("x", w, 1, 1).options for w in large_batch.WARMUPS}
+    second = {large_batch.training("x", w, 2, 1).options for w in large_batch.WARMUPS}
     assert (len(first), len(second)) == (1, 2)
 
 
 def test_one_learner_stands_for_the_synchronous_ones():
-    alone = large_batch.training("synchronous", "none", 2, 1, _options())
-    four = large_batch.training("synchronous", "none", 2, 1, _options("--launch-synchronous"))
+    alone = large_batch.training("synchronous", "none", 2, 1)
+    four = large_batch.training("fixed_ring", "none", 2, 1)
     assert (alone.strategy, alone.learners) == ("single", 1)
-    assert (four.strategy, four.learners) == ("synchronous", 4)
+    assert (four.strategy, four.learners) == ("fixed_ring", 4)
     batch = [int(one.options[one.options.index("--batch") + 1]) for one in (alone, four)]
     assert batch[0] == 4 * batch[1]
 
 
 def _measured(tmp_path, monkeypatch, curve: list[dict], problem: Problem | None) -> dict:
-    one = dataclasses.replace(
-        large_batch.training("fixed_ring", "none", 2, 1, _options()), folder=tmp_path
-    )
+    one = dataclasses.replace(large_batch.training("fixed_ring", "none", 2, 1), folder=tmp_path)
 
     def trained(*_):
         (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(e) + "\n" for e in curve))

@@ -192,8 +192,7 @@ def test_growth_is_that_of_the_longest_growing_life():
 
 @pytest.mark.parametrize(
     "words",
-    ["--schemes ddp", "--slots 1", "--minutes 0.0", "--step nan", "--width 48", "--schedule no/such",
-     "--reference no/such"],
+    ["--schemes ddp", "--slots 1", "--minutes 0.0", "--step nan", "--width 48", "--schedule no/such"],
 )  # fmt: skip
 def test_a_wrong_option_is_named_before_anything_starts(words, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["hvd_adpsgd", "bench", "storm", *words.split()])

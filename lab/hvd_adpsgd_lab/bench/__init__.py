@@ -129,7 +129,6 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             ),
             "minutes": (30.0, "length of the run, without its start"),
             "calm": (5.0, "minutes of the run without faults that comes first"),
-            "reference": ("", "--out of another run, whose calm runs are taken instead"),
             "schedule": ("public_32", "public_32, drawn, none, or a file"),
             "seed": (0, "of the model, the text and --schedule drawn"),
             "kills": (60.0, "per hour, of --schedule drawn"),

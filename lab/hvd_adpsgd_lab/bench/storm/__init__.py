@@ -88,10 +88,6 @@ def _require(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--width {args.width}: allowed are multiples of 32, the width of a head. Pass one."
         )
-    if args.reference and not Path(args.reference).is_dir():
-        raise ConfigError(
-            f"--reference {args.reference}: no such folder. Pass the --out of a run of bench storm."
-        )
 
 
 def faults_of(args: argparse.Namespace) -> list[Fault]:
@@ -130,10 +126,8 @@ def _head(args: argparse.Namespace, faults: Sequence[Fault]) -> dict[str, Any]:
 def _measured(
     scheme: str, args: argparse.Namespace, faults: Sequence[Fault], folder: Path
 ) -> dict[str, Any]:
-    """Run one scheme without faults, unless --reference has such a run, and with faults; compare."""
-    calm = _reference(scheme, args)
-    if calm is None:
-        calm = _run(scheme, args, [], args.calm, folder / "calm")
+    """Run one scheme without faults, and with faults; compare."""
+    calm = _run(scheme, args, [], args.calm, folder / "calm")
     storm = _run(scheme, args, faults, args.minutes, folder / "storm")
     return _beside(storm, calm, min(_BIN_S, 60 * args.minutes / _BINS))
 
@@ -149,19 +143,6 @@ def _beside(storm: dict[str, Any], calm: dict[str, Any], bin_s: float) -> dict[s
         "calm_loss": calm["losses"],
     }
     return {**report.compared(storm, calm), "curves": curves}
-
-
-def _reference(scheme: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    file = Path(args.reference) / scheme / "calm" / "summary.json"
-    if not args.reference or not file.is_file():
-        return None
-    kept = dict(json.loads(file.read_text()))
-    if kept["settings"] != _comparable(_settings(scheme, args, file.parent)):
-        raise ConfigError(
-            f"--reference {args.reference}: its run of {scheme} has other settings, {kept['settings']}. "
-            "Pass the same options, or leave --reference out."
-        )
-    return kept
 
 
 def _run(
@@ -182,7 +163,7 @@ def _run(
         "jump": report.jump(losses),
         "losses": losses,
     }
-    kept = {"settings": _comparable(settings), "minutes": minutes, **found}
+    kept = {"settings": settings, "minutes": minutes, **found}
     (folder / "summary.json").write_text(json.dumps(kept, indent=1) + "\n")
     return found | {"run": run}
 
@@ -194,10 +175,6 @@ def _settings(scheme: str, args: argparse.Namespace, folder: Path) -> dict[str, 
         "width": args.width, "layers": args.layers, "length": _LENGTH, "batch": _BATCH,
         "rate": _RATE, "seed": args.seed, "every_s": args.every,
     }  # fmt: skip
-
-
-def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if k not in ("folder", "lighthouse")}
 
 
 def _line(report: Mapping[str, Any]) -> str:
