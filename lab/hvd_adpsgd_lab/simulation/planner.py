@@ -35,6 +35,7 @@ from hvd_adpsgd_lab.simulation.scenario import (
     DEFAULTS,
     member_plans,
     options_of,
+    rounds_in,
     rounds_of,
     schedules,
 )
@@ -345,19 +346,10 @@ def job_of(
     )
     if c.has_slow_links:
         network.slow_paths(c.slowness.tolist())
-    rounds, tables = rounds_of(c.config.averaging, c.super_learners)
-    means = None
-    if rounds is not None and rounds.peers is None:
-        means = "replace" if rounds.replaces else "add"
     job = Job(
         network,
         c.seed + 2,
         slack=1.0,
-        tables=tables,
-        period=rounds.period if rounds else 1,
-        means=means,
-        after=rounds is not None and rounds.waits,
-        warm_up=rounds.warm_up if rounds else 0,
         detect_s=c.detect_s,
         still=True,
         look_s=c.step_s / 50,
@@ -368,6 +360,7 @@ def job_of(
         rare=rare[0],
         rare_period=rare[1],
         every=_steps_between_copies(c, len(models[0])),
+        **rounds_in(c.config.averaging, c.super_learners),
     )
     if c.config.chooses_share:
         chunks = len(models[0])
@@ -376,6 +369,7 @@ def job_of(
     _add(job, c, models)
     if joining is not None:
         plans = functools.partial(member_plans, c.config.averaging)
+        rounds, _ = rounds_of(c.config.averaging, c.super_learners)
         job.expect(plans, joining, most, own_steps=rounds is None)
     return job
 

@@ -621,6 +621,21 @@ def rounds_of(strategy: str, n: int) -> tuple[Rounds | None, list[Table] | None]
     ]
 
 
+def rounds_in(strategy: str, n: int) -> dict[str, Any]:
+    """Return what Job takes for a strategy's rounds: tables, period, means, after and warm_up."""
+    rounds, tables = rounds_of(strategy, n)
+    means = None
+    if rounds is not None and rounds.peers is None:
+        means = "replace" if rounds.replaces else "add"
+    return {
+        "tables": tables,
+        "period": rounds.period if rounds else 1,
+        "means": means,
+        "after": rounds is not None and rounds.waits,
+        "warm_up": rounds.warm_up if rounds else 0,
+    }
+
+
 @functools.lru_cache(maxsize=256)
 def schedules(strategy: str, n: int) -> list[npt.NDArray[np.intc]]:
     """Return for each super learner the peers that it asks for exchanges, in this order."""
@@ -660,25 +675,17 @@ def job_of(scenario: Scenario, *, trace: bool = False) -> Job:
         late_control=s.late_control,
         streams=s.streams,
     )
-    rounds, tables = rounds_of(s.config.averaging, n)
-    means = None
-    if rounds is not None and rounds.peers is None:
-        means = "replace" if rounds.replaces else "add"
     job = Job(
         network,
         (13 * s.seed + 5) % 2**64,
         slack=s.slack,
-        tables=tables,
-        period=rounds.period if rounds else 1,
-        means=means,
-        after=rounds is not None and rounds.waits,
-        warm_up=rounds.warm_up if rounds else 0,
         detect_s=s.detect_s,
         trace=trace,
         config=s.config,
         rare=range(1, s.chunks + s.later, 2) if s.rare_period > 1 else (),
         rare_period=s.rare_period,
         every=s.copy_every,
+        **rounds_in(s.config.averaging, n),
     )
     _add_learners(job, s)
     if s.hosts:
