@@ -55,19 +55,18 @@ class Exploration:
         n: members.
         decisions: how many each makes.
         crashes, false_suspicions: at most so many.
-        majority, direct: as of Agreement.
+        direct: as of Agreement.
     """
 
     n: int = 3
     decisions: int = 1
     crashes: int = 2
     false_suspicions: int = 0
-    majority: bool = False
     direct: bool = False
 
     def run(self) -> int:
         """Explore every state; returns their number."""
-        members = tuple(Agreement(self.n, i, self.majority, self.direct) for i in range(self.n))
+        members = tuple(Agreement(self.n, i, self.direct) for i in range(self.n))
         first = Job(members, ((),) * self.n**2, ((),) * self.n)
         seen, todo = {first.key()}, [first]
         while todo:
@@ -147,8 +146,7 @@ class Exploration:
 
     def check(self, job: Job) -> None:
         """No two members decide differently, and every decision follows from the votes it counts."""
-        uniform = not job.liars or self.majority
-        ranks = range(self.n) if uniform else job.living()
+        ranks = job.living() if job.liars else range(self.n)
         for number in range(self.decisions):
             made = {job.decided[i][number] for i in ranks if len(job.decided[i]) > number}
             assert len(made) <= 1, f"decision {number} split: {made}, false suspicions {job.liars}"
@@ -165,17 +163,14 @@ class Exploration:
         assert named <= suspects, f"{decision} names living members {named} as failed"
 
     def check_end(self, job: Job) -> None:
-        """Nothing more will happen: every living member has decided, or was told that it is excluded.
-
-        With a majority, one that believes itself in a minority waits for ever, and so may its peers."""
+        """Nothing more will happen: every living member has decided, or was told that it is excluded."""
         suspects = {peer for _, peer in job.liars}
-        waits = all(member.has_quorum for member in job.members if member is not None)
         for i, member in enumerate(job.members):
             if member is None:
                 continue
             if member.excluded:
                 assert i in suspects, f"member {i} is excluded, false suspicions {job.liars}"
-            elif waits:
+            else:
                 assert len(job.decided[i]) == self.decisions, f"member {i} waits for ever: {job}"
 
 
@@ -192,7 +187,6 @@ EXPLORED = (
     Exploration(decisions=2, direct=True),
 )
 EXPLORED_AT_LENGTH = (
-    Exploration(false_suspicions=2, crashes=1, majority=True),
     Exploration(decisions=2, false_suspicions=1, crashes=1),
     Exploration(decisions=2, false_suspicions=1),
     Exploration(n=4, crashes=2),
@@ -201,7 +195,6 @@ EXPLORED_AT_LENGTH = (
     Exploration(false_suspicions=1, crashes=1, direct=True),
     Exploration(false_suspicions=1, direct=True),
     Exploration(decisions=2, false_suspicions=1, crashes=1, direct=True),
-    Exploration(false_suspicions=2, crashes=1, majority=True, direct=True),
 )
 
 

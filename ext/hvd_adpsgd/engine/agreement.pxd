@@ -57,7 +57,6 @@ cdef struct Outgoing:
 cdef struct AgreementState:
     int n
     int me
-    bint majority
     bint direct
     bint excluded           # a decision declared this member failed
     int64_t number          # of the decision under way; all lower numbers are decided
@@ -76,7 +75,7 @@ cdef struct AgreementState:
     int first, queued       # index of the oldest entry of `queue`, and how many entries there are
     Outgoing queue[AGREEMENT_QUEUE]
 
-cdef AgreementState* agreement_new(int n, int me, bint majority) noexcept nogil      # NULL: no memory
+cdef AgreementState* agreement_new(int n, int me) noexcept nogil      # NULL: no memory
 cdef void agreement_go_direct(AgreementState* a) noexcept nogil         # right after agreement_new
 cdef AgreementState* agreement_copy(const AgreementState* a) noexcept nogil               # NULL: no memory
 cdef void agreement_free(AgreementState* a) noexcept nogil
@@ -86,4 +85,3 @@ cdef int agreement_receive(AgreementState* a, int peer, const void* message, siz
 cdef int agreement_failed(AgreementState* a, int peer) noexcept nogil
 cdef size_t agreement_take(AgreementState* a, int* peer, void* message) noexcept nogil   # nbytes; 0: none
 cdef bint agreement_voted(const AgreementState* a) noexcept nogil
-cdef bint agreement_quorum(const AgreementState* a) noexcept nogil

@@ -28,9 +28,7 @@ acknowledgement of every member that its coordinator does not believe failed, so
 value at any of these members that answers: at itself, unless the earlier coordinator believed it failed. Two
 different decisions therefore need two members that each believe the other failed, and no member that either
 of them believes alive. A falsely suspected coordinator lacks an acknowledgement, waits, and is sent the
-decision; a decision that declares this coordinator failed makes it `excluded`: it decides nothing more. With
-`majority`, nothing is committed unless more than half of the last decision's members are believed alive and
-have answered; then no false suspicion splits a decision.
+decision; a decision that declares this coordinator failed makes it `excluded`: it decides nothing more.
 
 Beliefs (which members have failed) are never withdrawn. Votes, questions and values carry them: if a single
 member believes that a coordinator has failed, the next coordinator adopts that belief; if it believes that
@@ -78,14 +76,13 @@ cdef void lay_out(AgreementState* a) noexcept nogil:
         a.queue[i].targets = lists + (2 * i + 1) * a.n
 
 
-cdef AgreementState* agreement_new(int n, int me, bint majority) noexcept nogil:
+cdef AgreementState* agreement_new(int n, int me) noexcept nogil:
     cdef int i
     cdef AgreementState* a = <AgreementState*>calloc(1, nbytes_of(n))
     if a == NULL:
         return NULL
     a.n = n
     a.me = me
-    a.majority = majority
     lay_out(a)
     begin(a)
     for i in range(n):
@@ -129,17 +126,6 @@ cdef int lowest(const char* failed, int n) noexcept nogil:
 
 cdef bint agreement_voted(const AgreementState* a) noexcept nogil:
     return a.votes[a.me].number == a.number
-
-
-cdef bint agreement_quorum(const AgreementState* a) noexcept nogil:
-    """Whether enough members are believed alive to commit."""
-    cdef int i, members = 0, alive = 0
-    if not a.majority:
-        return True
-    for i in range(a.n):
-        members += not a.last.failed[i]
-        alive += not a.suspected[i]
-    return 2 * alive > members
 
 
 cdef bint all_heard(const AgreementState* a) noexcept nogil:
@@ -359,11 +345,7 @@ cdef void copy_value(AgreementState* a, Value* to, const Value* value) noexcept 
 cdef void progress(AgreementState* a) noexcept nogil:
     """As coordinator: enter the next stage if every member believed alive has answered."""
     cdef Outgoing* out
-    if a.stage < COLLECTING or not agreement_quorum(a):
-        return
-    if a.stage == COLLECTING and all_voted(a):
-        propose(a)
-    elif a.stage == ASKING and all_heard(a):
+    if a.stage == COLLECTING and all_voted(a) or a.stage == ASKING and all_heard(a):
         propose(a)
     if a.stage == PREPARING and all_heard(a):
         out = post(a, COMMIT, a.number)
@@ -561,17 +543,15 @@ cdef class Agreement:
     Args:
         n: how many members, numbered from 0.
         me: this member.
-        majority: commit only with more than half of the last decision's members. By default any number of
-            members that believe the others failed decides.
         direct: decide in two steps while no failure is suspected, with n^2 messages. All members must pass
             the same value.
     """
     cdef AgreementState* core
 
-    def __cinit__(self, int n, int me, bint majority=False, bint direct=False):
+    def __cinit__(self, int n, int me, bint direct=False):
         if not 0 <= me < n:
             raise ValueError(f"Agreement: me={me}, allowed are ranks in [0, {n}).")
-        self.core = agreement_new(n, me, majority)
+        self.core = agreement_new(n, me)
         if self.core == NULL:
             raise MemoryError
         if direct:
@@ -594,11 +574,6 @@ cdef class Agreement:
     def excluded(self):
         """Whether a decision has declared this member failed; it decides nothing more."""
         return bool(self.core.excluded)
-
-    @property
-    def has_quorum(self):
-        """Whether enough members are believed alive to decide."""
-        return bool(agreement_quorum(self.core))
 
     @property
     def suspected(self):

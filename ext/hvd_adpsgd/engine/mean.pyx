@@ -42,7 +42,7 @@ cdef bint open_mean(Core* e, bint survives) noexcept:
     m.network.wire = e.wire
     m.network.butterfly = survives or e.wire.sum == NULL
     m.network.members = <int*>malloc(n * sizeof(int))
-    m.agreement = agreement_new(n, e.wire.rank, False)
+    m.agreement = agreement_new(n, e.wire.rank)
     m.inbox = <char*>malloc(agreement_message_size(n))
     if m.network.members == NULL or m.agreement == NULL or m.inbox == NULL:
         return False
