@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.connections import Connections
 from hvd_adpsgd.engine.engine_options import EngineOptions
-from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice, ulfm_enabled
+from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice
 from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import PEER_TABLES, ExchangeMetrics
@@ -197,9 +197,8 @@ class Engine:
 
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
         """Exchange addresses and map shared memory with the other leaders; all of them call it together."""
-        survives = self._connections is not None or ulfm_enabled()
         if self._plan.averages_all:
-            loop.average_all(survives)
+            loop.average_all()
         if self._connections is not None:
             self._connections.meet(gather)
         if self.config.same_host == "memory":

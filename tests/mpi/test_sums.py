@@ -1,4 +1,4 @@
-"""The mean of all, summed by MPI or by the butterfly: the same to rounding, for any number of learners."""
+"""The mean of all, summed by the butterfly: exact to rounding, for any number of learners."""
 
 import math
 
@@ -13,15 +13,12 @@ PRELUDE = """
     import hashlib
     import numpy as np
     from mpi4py import MPI
-    from hvd_adpsgd.engine import engine as module
     from tests.mpi.programs.engines import Driven
 
     world = MPI.COMM_WORLD
     world.Set_errhandler(MPI.ERRORS_RETURN)
 
-    def driven_by(comm, way, *models):
-        # sums are pairwise where failures are survived, else MPI's
-        module.ulfm_enabled = lambda: way == "butterfly"
+    def driven_by(comm, *models):
         return Driven(comm, "periodic_averaging:period=1", *models, chunk_kib=64)
 
     def average(driven):
@@ -43,20 +40,15 @@ SUMS = (
         rng = np.random.default_rng([7, n, comm.rank])
         start = [rng.standard_normal(count).astype(kind) for kind, count in SIZES.items()]
         exact = [sum(comm.allgather(x.astype(np.longdouble))) / n for x in start]
-        models = {}
-        for way in ("mpi", "butterfly"):
-            model = models[way] = [x.copy() for x in start]
-            driven = driven_by(comm, way, *model)
-            for _ in range(3):  # the mean of equal models is itself
-                average(driven)
-            sent = driven.engine.metrics()["bytes_sent"]
-            driven.engine.stop()
-            errors = {k: float(abs(x - e).max()) for k, x, e in zip(SIZES, model, exact)}
-            digest = hashlib.sha256(b"".join(x.tobytes() for x in model)).hexdigest()
-            say(rank=world.rank, n=n, way=way, errors=errors, digest=digest, sent=sent / 3)
-        apart = {k: float(abs(a.astype(float) - b).max())
-                 for k, a, b in zip(SIZES, models["mpi"], models["butterfly"])}
-        say(rank=world.rank, n=n, way="both", apart=apart)
+        model = [x.copy() for x in start]
+        driven = driven_by(comm, *model)
+        for _ in range(3):  # the mean of equal models is itself
+            average(driven)
+        sent = driven.engine.metrics()["bytes_sent"]
+        driven.engine.stop()
+        errors = {k: float(abs(x - e).max()) for k, x, e in zip(SIZES, model, exact)}
+        digest = hashlib.sha256(b"".join(x.tobytes() for x in model)).hexdigest()
+        say(rank=world.rank, n=n, errors=errors, digest=digest, sent=sent / 3)
         comm.Barrier()
 """
 )
@@ -67,7 +59,7 @@ UNLIKE = (
     for n in (3, 4):
         comm = world.Create_group(world.Get_group().Incl(range(n))) if world.rank < n else None
         if comm is not None:
-            driven = driven_by(comm, "butterfly", np.ones(9_000 if comm.rank == 2 else 10_000))
+            driven = driven_by(comm, np.ones(9_000 if comm.rank == 2 else 10_000))
             try:
                 average(driven)
                 kinds.append("")
@@ -83,20 +75,19 @@ PUBLISHED = (
     PRELUDE
     + """
     CHUNKS = 8
-    for way in ("mpi", "butterfly"):
-        driven = driven_by(world, way, np.full(CHUNKS * 2**13, float(world.rank)))
-        engine = driven.engine
-        merged = lambda: engine.loop.counters()["chunks"]
-        driven.offer()
-        if world.rank == 0:
-            engine.memory.own.store.publish()
-        engine.rounds.begin(0)
-        ends = time.monotonic() + 50
-        while merged() < CHUNKS and time.monotonic() < ends:
-            time.sleep(1e-3)
-        say(rank=world.rank, case=way, merged=merged())
-        world.Barrier()
-        engine.stop()
+    driven = driven_by(world, np.full(CHUNKS * 2**13, float(world.rank)))
+    engine = driven.engine
+    merged = lambda: engine.loop.counters()["chunks"]
+    driven.offer()
+    if world.rank == 0:
+        engine.memory.own.store.publish()
+    engine.rounds.begin(0)
+    ends = time.monotonic() + 50
+    while merged() < CHUNKS and time.monotonic() < ends:
+        time.sleep(1e-3)
+    say(rank=world.rank, merged=merged())
+    world.Barrier()
+    engine.stop()
 """
 )
 # one unit in the last place of a sum of `MOST` numbers of size 5, for each of its additions
@@ -109,25 +100,21 @@ def said() -> list[dict]:
 
 
 @pytest.mark.parametrize("n", range(2, MOST + 1))
-def test_both_ways_give_the_mean_to_rounding_and_everybody_the_same_bits(
+def test_the_mean_is_exact_to_rounding_and_has_the_same_bits_everywhere(
     said: list[dict], n: int
 ) -> None:
-    for way in ("mpi", "butterfly"):
-        found = [facts for facts in said if facts["n"] == n and facts["way"] == way]
-        assert len(found) == n
-        assert len({facts["digest"] for facts in found}) == 1, way
-        for facts in found:
-            assert all(facts["errors"][kind] <= ROUNDING[kind] for kind in ROUNDING), facts
-    for facts in said:
-        if facts["n"] == n and facts["way"] == "both":
-            assert all(facts["apart"][kind] <= ROUNDING[kind] for kind in ROUNDING), facts
+    found = [facts for facts in said if facts["n"] == n]
+    assert len(found) == n
+    assert len({facts["digest"] for facts in found}) == 1
+    for facts in found:
+        assert all(facts["errors"][kind] <= ROUNDING[kind] for kind in ROUNDING), facts
 
 
 @pytest.mark.parametrize("n", range(2, MOST + 1))
 def test_the_butterfly_sends_in_log2_n_stages_and_folds_the_rest(said: list[dict], n: int) -> None:
     power = 2 ** int(math.log2(n))
     for facts in said:
-        if facts["n"] != n or facts["way"] != "butterfly":
+        if facts["n"] != n:
             continue
         paired, gives = facts["rank"] < 2 * (n - power), facts["rank"] % 2 == 0
         stages = math.log2(power) + paired if not (paired and gives) else 1
@@ -145,6 +132,4 @@ def test_models_of_other_sizes_are_refused_by_all() -> None:
 def test_a_learner_that_waits_for_its_node_takes_its_part_in_a_mean() -> None:
     """Learner 0 has published and is in its all-reduce: all chunks are merged, there as elsewhere."""
     result = run_learners(4, PUBLISHED).checked()
-    for way, said in result.by_case().items():
-        assert [facts["merged"] for facts in said] == [8] * 4, (way, result.report())
-    assert len(result.said) == 8, result.report()
+    assert [facts["merged"] for facts in result.by_rank()] == [8] * 4, result.report()

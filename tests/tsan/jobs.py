@@ -73,7 +73,7 @@ class ThreadEngine(Engine):
 
     def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
         if self._plan.averages_all:
-            loop.average_all(True)
+            loop.average_all()
 
 
 class SuperLearner:

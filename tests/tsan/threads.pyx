@@ -227,4 +227,3 @@ cdef class ThreadWire(AnyWire):
         self.calls.test = thread_test
         self.calls.release = thread_release
         self.calls.next_failed = thread_next_failed
-        self.calls.sum = NULL

@@ -1,4 +1,4 @@
-# The sum of numbers over members of a wire: by a butterfly of messages, or by the wire's library.
+# The sum of numbers over members of a wire, by a butterfly of messages.
 from libc.stdint cimport int64_t
 
 from hvd_adpsgd.engine.wire cimport Status, Transfer, Wire
@@ -8,7 +8,6 @@ cdef struct Network:
     int* members            # ranks on the wire, ascending
     int rank                # of this engine among the members
     int size
-    bint butterfly          # False: the wire's library sums
     int epoch               # changes when sums are given up or members leave: selects the channels
     int stages              # of the butterfly, with the first and the last one, which fold
     int folded              # members that only send their numbers to a neighbour, and receive the sum from it
@@ -22,7 +21,7 @@ cdef struct Sum:            # a sum in flight
     char* total
     char* incoming
     Transfer outgoing
-    Transfer arriving       # or the sum by the wire's library
+    Transfer arriving
 
 cdef struct Step:           # what a member does in a stage
     int peer             # rank among the members; NOBODY: this member skips the stage

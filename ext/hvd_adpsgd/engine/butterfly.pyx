@@ -1,9 +1,6 @@
 # cython: language_level=3
 # Why compiled: the engine's thread sums without the GIL.
-"""The sum of numbers over all members, by one of two all-reduces.
-
-One is the wire's own (MPI's non-blocking all-reduce); the other a butterfly of pairwise exchanges (recursive
-doubling):
+"""The sum of numbers over all members, by a butterfly of pairwise exchanges (recursive doubling):
 
     rank       0     1     2     3
     stage 1    0+1   0+1   2+3   2+3        peer: rank XOR 1
@@ -84,12 +81,8 @@ cdef Status sum_post(Network* n, Sum* s, const void* mine, int count, bint doubl
     s.total and s.incoming have room for `count` numbers. If a peer's sum has another length, the last
     number becomes NaN on all ranks. Return PENDING, or why the sum could not be posted."""
     s.outgoing.in_use = s.arriving.in_use = False
-    s.outgoing.status = s.arriving.status = DONE
     s.count = count
     s.double_precision = double_precision
-    if not n.butterfly:
-        s.arriving.status = n.wire.sum(n.wire, &s.arriving, mine, s.total, count, double_precision)
-        return s.arriving.status
     s.channel = epoch_channel(n) + number % NUMBERS * STAGES
     s.stage = -1
     s.torn = False
@@ -102,8 +95,6 @@ cdef Status sum_test(Network* n, Sum* s) noexcept nogil:
 
     Return DONE when s.total is complete."""
     cdef Status status
-    if not n.butterfly:
-        return test_once(n.wire, &s.arriving)
     while s.stage < n.stages:
         status = stage_over(n, s)
         if status == DONE:
@@ -116,12 +107,10 @@ cdef Status sum_test(Network* n, Sum* s) noexcept nogil:
 
 
 cdef int64_t sum_nbytes_sent(Network* n, int64_t nbytes) noexcept nogil:
-    """Return the bytes that this rank sends for a sum of `nbytes`; for MPI's all-reduce, assume `nbytes`."""
+    """Return the bytes that this rank sends for a sum of `nbytes`."""
     cdef int stage
     cdef int64_t sent = 0
     cdef Step step
-    if not n.butterfly:
-        return nbytes
     for stage in range(n.stages):
         step = step_of(n, stage)
         if step.peer != NOBODY and step.sends:

@@ -211,7 +211,6 @@ cdef struct Sums:           # LANES chunks in flight; their buffers follow this 
 
 cdef struct Mean:
     bint enabled
-    bint survives           # the wire reports failures: all engines agree on complete means, repeat others
     Network network
     AgreementState* agreement
     char* inbox             # receive buffer for a message of the agreement

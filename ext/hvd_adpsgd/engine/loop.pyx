@@ -470,14 +470,9 @@ cdef class Loop:
         pthread_mutex_unlock(&e.mailbox.gate)
         wake(e)
 
-    def average_all(self, bint survives):
-        """Take part in exact means of all models; before start.
-
-        Args:
-            survives: the wire reports failures, and means continue without super learners that failed; else the
-                wire's library sums, if it can.
-        """
-        if not open_mean(&self.core, survives):
+    def average_all(self):
+        """Take part in exact means of all models; before start."""
+        if not open_mean(&self.core):
             raise MemoryError("no memory for the averaging engine")
 
     def move_share(self, double share):

@@ -6,8 +6,7 @@ Each sum has two more numbers: how many super learners contribute (one whose chu
 and the sum of a number derived from the layout, which shows whether all super learners average the same
 tensors.
 
-If the wire reports failures, the engines agree (agreement.pyx) at the end of a mean that each of them has
-merged all of its chunks. If a super learner left or failed meanwhile, its peers vote no: the mean is repeated
+The engines agree (agreement.pyx) at the end of a mean that each of them has merged all of its chunks. If a super learner left or failed meanwhile, its peers vote no: the mean is repeated
 from its first chunk, over the current models of the super learners that the decision leaves; a chunk that
 some of them had already merged is averaged once more. The sums of each attempt have channels of their own
 (the epoch); buffers of an attempt that was given up are kept until the wire no longer uses them.
@@ -34,13 +33,11 @@ from hvd_adpsgd.engine.wire cimport (AGREEMENT, DONE, NOBODY, PEER_DOWN, PENDING
 
 # ---- set-up --------------------------------------------------------------------------------
 
-cdef bint open_mean(Core* e, bint survives) noexcept:
+cdef bint open_mean(Core* e) noexcept:
     """Take part in means of all models. Return False if memory is exhausted."""
     cdef Mean* m = &e.mean
     cdef int i, n = e.wire.size
-    m.survives = survives
     m.network.wire = e.wire
-    m.network.butterfly = survives or e.wire.sum == NULL
     m.network.members = <int*>malloc(n * sizeof(int))
     m.agreement = agreement_new(n, e.wire.rank)
     m.inbox = <char*>malloc(agreement_message_size(n))
@@ -69,7 +66,7 @@ cdef void close_mean(Core* e) noexcept:
 cdef void listen_mean(Core* e) noexcept nogil:
     """Post the receive of the next message of the agreement."""
     cdef Mean* m = &e.mean
-    if m.survives:
+    if m.enabled:
         receive(e.wire, &m.listening, m.inbox, <int>agreement_message_size(e.wire.size), NOBODY, AGREEMENT)
 
 
@@ -133,7 +130,7 @@ cdef void begin_sums(Core* e) noexcept nogil:
     m.done = 0
     m.square = 0
     m.moved = now(e)
-    if m.survives and find_gone(e, False) != NOBODY:
+    if is_any_gone(e):
         give_up_sums(e)
 
 
@@ -234,8 +231,7 @@ cdef bint advance_mean(Core* e) noexcept nogil:
     cdef bint moved = False
     if not m.enabled:
         return False
-    if m.survives:
-        moved = advance_agreement(e)
+    moved = advance_agreement(e)
     moved |= begin_mean(e)
     if not m.running or e.mailbox.fault != FAULT_NONE:
         return moved
@@ -258,25 +254,17 @@ cdef bint advance_sums(Core* e) noexcept nogil:
     while e.mailbox.fault == FAULT_NONE and m.stage == SUMMING and start_share(e):
         moved = True
     if e.mailbox.fault == FAULT_NONE and m.stage == SUMMING and m.done == m.nchunks:
-        if m.survives:
-            vote(e, True)
-        else:
-            finish_mean(e)
+        vote(e, True)
         return True
     return moved
 
 
 cdef void break_mean(Core* e, Share* s, Status status) noexcept nogil:
-    """Process the failure of a sum: give up the attempt if failures are reported, else latch a fault."""
+    """Process the failure of a sum: give up the attempt if a peer has failed, else latch a fault."""
     cdef Transfer* t = &s.sum.arriving if s.sum.arriving.status == status else &s.sum.outgoing
-    if status == PEER_DOWN and e.mean.survives:
-        transfer_failed(e, t.peer, t)
+    transfer_failed(e, t.peer, t)
+    if status == PEER_DOWN:
         give_up_sums(e)
-    elif status == PEER_DOWN:               # without an agreement a mean cannot exclude the peer
-        transfer_failed(e, t.peer, t)
-        latch(&e.mailbox, FAULT_GONE, t.code, find_gone(e, True))
-    else:
-        transfer_failed(e, t.peer, t)
 
 
 cdef void give_up_sums(Core* e) noexcept nogil:
@@ -435,17 +423,15 @@ cdef void record_mean(Core* e, EventKind kind, int chunk, double began, int64_t 
 cdef void require_everybody(Core* e) noexcept nogil:
     """Latch FAULT_GONE if the mean waits for a super learner that has left; wait for slow ones without bound.
 
-    If the wire reports failures, the agreement excludes a super learner that has failed, or that has left and
-    whose process has ended; only one that has left and whose process does not end for long is a fault."""
+    The agreement excludes a super learner that has failed, or that has left and whose process has ended; only
+    one that has left and whose process does not end for long is a fault."""
     cdef Mean* m = &e.mean
     cdef int peer
-    cdef double patience = e.pairs.deadline_s               # messages of a peer that left may arrive
-    if m.survives:
-        patience += 2 * e.leave_deadline_s
+    cdef double patience = e.pairs.deadline_s + 2 * e.leave_deadline_s      # messages of a peer that left may arrive
     if now(e) - m.moved <= patience or m.searched == load(&e.mailbox.peer_events) + 1:
         return
     m.searched = load(&e.mailbox.peer_events) + 1              # search again only after the next change
-    peer = find_leaving(e) if m.survives else find_gone(e, True)
+    peer = find_leaving(e)
     if peer != NOBODY:
         latch(&e.mailbox, FAULT_GONE, 0, peer)
 
@@ -461,12 +447,10 @@ cdef int find_leaving(Core* e) noexcept nogil:
     return NOBODY
 
 
-cdef int find_gone(Core* e, bint left) noexcept nogil:
-    """Return a member that is gone (is_gone), with `left` also one that has left; NOBODY if none."""
-    cdef Network* n = &e.mean.network
-    cdef int i, peer
-    for i in range(n.size):
-        peer = n.members[i]
-        if is_gone(&e.membership, peer) or (left and e.membership.states[peer] >= LEFT):
-            return peer
-    return NOBODY
+cdef bint is_any_gone(Core* e) noexcept nogil:
+    """Whether a member is gone (is_gone)."""
+    cdef int i
+    for i in range(e.mean.network.size):
+        if is_gone(&e.membership, e.mean.network.members[i]):
+            return True
+    return False

@@ -59,9 +59,6 @@ cdef struct Wire:
     void (*wake)(Wire*) noexcept nogil
     bint fenced             # set by the wire: peer `fenced_by` has taken this engine for failed
     int fenced_by
-    # Begin a sum of `count` numbers over all engines by the wire's library; all engines post their sums in
-    # the same order, and none may fail meanwhile. NULL: the library has no sum.
-    Status (*sum)(Wire*, Transfer*, const void* mine, void* total, int count, bint double_precision) noexcept nogil
 
 cdef inline Status send(Wire* wire, Transfer* t, const void* buffer, int nbytes, int peer, int channel) noexcept nogil:
     t.status = wire.send(wire, t, buffer, nbytes, peer, channel)

@@ -219,17 +219,6 @@ cdef int mpi_next_failed(Wire* wire, bint look) noexcept nogil:
     return NOBODY
 
 
-cdef Status mpi_sum(Wire* wire, Transfer* t, const void* mine, void* total, int count,
-                    bint double_precision) noexcept nogil:
-    cdef Links* links = <Links*>wire.own
-    cdef int code = mpi.MPI_Iallreduce(<void*>mine, total, count, mpi.MPI_DOUBLE if double_precision else mpi.MPI_FLOAT,
-                                       mpi.MPI_SUM, links.comm, request_of(t))
-    t.peer = NOBODY
-    t.receives = t.cancelled = False
-    t.in_use = code == mpi.MPI_SUCCESS
-    return PENDING if t.in_use else status_of(wire, t, code)
-
-
 cdef class MpiWire(AnyWire):
     """The wire of an engine over an MPI communicator, which the caller owns and keeps alive.
 
@@ -266,7 +255,6 @@ cdef class MpiWire(AnyWire):
         self.calls.test = mpi_test
         self.calls.release = mpi_release
         self.calls.next_failed = mpi_next_failed
-        self.calls.sum = mpi_sum
 
     def __dealloc__(self):
         free(self.links.failed)

@@ -41,7 +41,7 @@ cdef int make_engine(JobState job, schedule, model, options, bint in_node, int b
         job.followers.append(job.followers[before])
     job.lay_out(loop, job.nchunks, 17)
     if job.means is not None:
-        loop.average_all(True)
+        loop.average_all()
         job.gossips |= len(schedule) > 0    # none if all neighbours in the ring have failed
     a.core = &loop.core
     a.first, a.size, a.process = link.first, link.size, link.process
