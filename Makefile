@@ -17,7 +17,7 @@ PYTEST ?= $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS   ?=
 DIST   ?= dist
 
-EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*/*.pyx ext/hvd_adpsgd/*/*.pxd ext/c/*.c ext/c/*.h)
+EXT_SOURCES := setup.py $(wildcard ext/hvd_adpsgd/*/*.p[xy]* ext/c/*.c ext/c/*.h)
 LAB_SOURCES := lab/setup.py $(wildcard lab/ext/hvd_adpsgd_lab/*/*.pyx lab/ext/hvd_adpsgd_lab/*/*.pxd ext/hvd_adpsgd/*/*.pxd)
 
 SHELL := /bin/bash

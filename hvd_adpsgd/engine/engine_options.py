@@ -21,7 +21,7 @@ class EngineOptions:
         deadline_s, leave_deadline_s, report_s: the options of these names.
         chunk_nbytes: largest size of a chunk.
         share: share of the model that an exchange moves, until `Loop.move_share`.
-        aims: a random half of the windows are where the models differ most (windows.pyx).
+        aims: a random half of the windows are where the models differ most (windows.pxi).
         prefer_fast: probability with which the fastest of the next peers is asked.
         timeline: whether events are recorded.
     """

@@ -5,6 +5,8 @@ from hvd_adpsgd.engine.engine_options import EngineOptions
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.wire import AnyClock, AnyWire
 
+def layout_mark(fingerprint: int, chunk: int, n: int) -> float: ...
+
 class Loop:
     def __init__(
         self, wire: AnyWire, clock: AnyClock, chunks: Store, schedule: Any, options: EngineOptions

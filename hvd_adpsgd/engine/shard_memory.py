@@ -34,7 +34,7 @@ _STEPS = 20  # over which a pace is averaged
 
 
 class Arrivals(NamedTuple):
-    """Exchanges whose corrections are in the parameters; where chunks are rare (windows.pyx), of these.
+    """Exchanges whose corrections are in the parameters; where chunks are rare (windows.pxi), of these.
 
     Attributes:
         exchanges: how many each corrected chunk has had; see Store.arrivals.

@@ -58,7 +58,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "orders are read without the gate",
-        "inspect.pyx",
+        "inspect.pxi",
         "    pthread_mutex_lock(&e.mailbox.gate)\n    given = e.mailbox.given\n"
         "    pthread_mutex_unlock(&e.mailbox.gate)\n",
         "    given = e.mailbox.given\n",
@@ -66,14 +66,14 @@ MUTANTS = (
     ),
     Mutant(
         "an inspection is handed over before it is made",
-        "inspect.pyx",
+        "inspect.pxi",
         "    p.inspection = copy_state(e)\n    store(&p.inspection_made, number)\n",
         "    store(&p.inspection_made, number)\n    p.inspection = copy_state(e)\n",
         "pairs",
     ),
     Mutant(
         "a counter that is not atomic",
-        "lanes.pyx",
+        "lanes.pxi",
         "add(&e.mailbox.counters.chunks, 1)",
         "e.mailbox.counters.chunks += 1",
         "pairs",

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text())
-CODE = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".js"}
+CODE = {".py", ".pyx", ".pxi", ".pxd", ".pyi", ".c", ".h", ".js"}
 BUDGETS = [(unit, name, row) for unit in ("lines", "words") for name, row in TABLE[unit].items()]
 
 

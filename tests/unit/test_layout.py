@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.layout import DTYPE_CODES, Layout, Shard, TensorSpec
-from hvd_adpsgd.engine.mean import layout_mark
+from hvd_adpsgd.engine.loop import layout_mark
 from hvd_adpsgd.errors import ModelMismatchError
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}

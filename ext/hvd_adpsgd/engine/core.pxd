@@ -5,14 +5,13 @@
 #     memory          the model in chunks (store.pyx)
 #     mailbox         orders of the trainer to the engine's thread, and what the trainer reads (mailbox.pxd)
 #     membership      states of the peers, and departures (membership.pyx)
-#     control         control messages that are being received or sent (control.pyx)
+#     control         control messages that are being received or sent (control.pxi)
 #     reports         the newest status report of each super learner (reports.pyx)
-#     pairs           exchanges with one peer (pairs.pyx, lanes.pyx, partners.pyx, exchange.pyx)
-#     mean            the exact mean of all models (mean.pyx)
+#     pairs           exchanges with one peer (pairs.pxi, lanes.pxi, partners.pxi, exchange.pxi)
+#     mean            the exact mean of all models (mean.pxi)
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.agreement cimport AgreementState
-from hvd_adpsgd.engine.butterfly cimport Network, Sum
 from hvd_adpsgd.engine.doorbell cimport ring
 from hvd_adpsgd.engine.membership cimport Membership
 from hvd_adpsgd.engine.mailbox cimport Mailbox, load
@@ -44,10 +43,10 @@ cdef struct Message:
     int kind
     int exchange            # number of the exchange; in BYE and NEWS: how many departures follow
     int nchunks
-    int first               # in ASK: first place of the exchange's window, see windows.pyx
+    int first               # in ASK: first place of the exchange's window, see windows.pxi
     int generation
     int window              # in ASK: most chunks that the sender moves; in YES: chunks of the exchange
-    int aimed               # in ASK and YES: 1 if the window is aimed (windows.pyx), else 0
+    int aimed               # in ASK and YES: 1 if the window is aimed (windows.pxi), else 0
     int wire_format         # of chunks over the wire (kernels.h); in ASK: what the sender wants; in YES: of the exchange
     uint64_t fingerprint
     double weight
@@ -121,11 +120,11 @@ cdef struct Exchange:
     bint active             # this side asked
     bint parked
     int number              # assigned by the side that asked
-    int first               # the first place of its window; see windows.pyx
+    int first               # the first place of its window; see windows.pxi
     Generation* layout      # names the chunks of places
     int total               # chunks of the model that both sides know
     int nchunks             # chunks of this exchange
-    bint aimed              # its window is aimed, see windows.pyx
+    bint aimed              # its window is aimed, see windows.pxi
     int wire_format         # of its chunks over the wire, as in Orders
     bint whole              # the two sides agreed on a whole exchange
     int next                # the first chunk that is not yet begun; counts from `first`
@@ -190,6 +189,26 @@ cdef struct Pairs:
     bint taken[SETS]        # which sets of buffers in shared memory are in use
 
 # ---- mean of all ---------------------------------------------------------------------------
+
+cdef struct Network:        # the members of sums
+    Wire* wire
+    int* members            # ranks on the wire, ascending
+    int rank                # of this engine among the members
+    int size
+    int epoch               # changes when sums are given up or members leave: selects the channels
+    int stages              # of the butterfly, with the first and the last one, which fold
+    int folded              # members that only send their numbers to a neighbour, and receive the sum from it
+
+cdef struct Sum:            # a sum in flight
+    int count
+    bint double_precision
+    int channel
+    int stage
+    bint torn               # a peer has sent another number of bytes
+    char* total
+    char* incoming
+    Transfer outgoing
+    Transfer arriving
 
 cdef enum MeanStage:
     SUMMING = 0

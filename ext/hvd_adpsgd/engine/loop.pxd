@@ -22,6 +22,7 @@ cdef struct Rhythm:
     double paced_at         # when `pace` was last updated
     int64_t paced           # ... and how many chunks had been merged or left out by then
 
+cdef char* mapped(Core* e, int peer) noexcept nogil
 cdef Rest turn(Core* e, Rhythm* r) noexcept nogil
 cdef void begin_turns(Core* e, Rhythm* r) noexcept nogil
 cdef void end_turns(Core* e) noexcept nogil

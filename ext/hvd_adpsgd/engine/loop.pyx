@@ -2,34 +2,29 @@
 # Why compiled: the engine's thread runs without the GIL, beside the trainer's computation.
 """The averaging engine of one super learner: its thread, and the functions through which the trainer uses it.
 
-In each turn the thread polls the pairwise exchanges (exchange.pyx) and the mean of all models (mean.pyx), and
+In each turn the thread polls the pairwise exchanges (exchange.pxi) and the mean of all models (mean.pxi), and
 advances them; then it sleeps until something wakes it, or for a time that grows. The engine's state is in
 core.pxd. A simulator takes the same turns (`turn`) with a wire and a clock of its own.
 """
 
-from libc.math cimport INFINITY
+from libc.math cimport INFINITY, NAN, ceil
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
+from hvd_adpsgd.engine.agreement cimport (agreement_failed, agreement_free, agreement_message_size, agreement_new,
+                                          agreement_receive, agreement_take, agreement_vote)
 from hvd_adpsgd.engine.codes cimport adpsgd_codes_bits, adpsgd_codes_nbytes
-from hvd_adpsgd.engine.control cimport (close_control, listen, may_have, open_control, owes_answers, reap, take_message,
-                                        tell_reports)
 from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, times_rung
-from hvd_adpsgd.engine.exchange cimport advance_pairs, any_under_way, ask_if_due, cut, handle_control, under_way, wants_to_ask
-from hvd_adpsgd.engine.departures cimport departure_is_taken_over, pass_on, announce_departure
-from hvd_adpsgd.engine.inspect cimport counters_of, exchanges_under_way, make_inspection, view_of
-from hvd_adpsgd.engine.kernels cimport ADPSGD_INT16
-from hvd_adpsgd.engine.mean cimport advance_mean, close_mean, listen_mean, open_mean, release_mean
-from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, SUSPECT, Membership, close_membership, open_membership
-from hvd_adpsgd.engine.pairs cimport close_pairs, mapped, open_pairs, release_pairs, take_failures
-from hvd_adpsgd.engine.partners cimport open_speeds
+from hvd_adpsgd.engine.kernels cimport ADPSGD_DTYPES, ADPSGD_INT16, ADPSGD_OWN
 from hvd_adpsgd.engine.mailbox cimport *
-from hvd_adpsgd.engine.reports cimport REPORT_NBYTES, close_reports, open_reports
-from hvd_adpsgd.engine.store cimport Store, pthread_mutex_t
-from hvd_adpsgd.engine.windows cimport mark_next, set_layout
-from hvd_adpsgd.engine.wire cimport NOBODY, AnyClock, AnyWire, progress
+from hvd_adpsgd.engine.membership cimport *
+from hvd_adpsgd.engine.reports cimport *
+from hvd_adpsgd.engine.store cimport *
+from hvd_adpsgd.engine.wire cimport *
+
+from hvd_adpsgd.engine.metrics import PEER_TABLES
 
 cdef extern from "<time.h>" nogil:
     ctypedef int clockid_t
@@ -52,6 +47,21 @@ cdef extern from "<sys/prctl.h>" nogil:
     int PR_SET_TIMERSLACK
     int PR_SET_NAME
     int prctl_name "prctl"(int option, const char* name)
+
+cdef extern from "<stdlib.h>" nogil:
+    void* aligned_alloc(size_t, size_t)
+
+# The engine's parts, in one module: each calls those above it only.
+include "windows.pxi"
+include "control.pxi"
+include "departures.pxi"
+include "pairs.pxi"
+include "partners.pxi"
+include "lanes.pxi"
+include "exchange.pxi"
+include "butterfly.pxi"
+include "mean.pxi"
+include "inspect.pxi"
 
 cdef enum:
     PARTS = 1024            # versions of the layout, one per added parameter group; at most
@@ -314,7 +324,7 @@ cdef class Loop:
         e.pairs.lane_nbytes = e.pairs.room = options.chunk_nbytes
         if e.pairs.chooses_format or adpsgd_codes_bits(e.pairs.wire_format):
             e.pairs.room = max(e.pairs.room, (adpsgd_codes_nbytes(ADPSGD_INT16, e.pairs.room // 2) + 63) // 64 * 64)
-        if options.aims:        # see windows.pyx
+        if options.aims:        # see windows.pxi
             e.pairs.coin = 2 * <uint64_t>wire.calls.rank + 1
         e.generations = <Generation*>calloc(PARTS, sizeof(Generation))
         p.rate = options.rate

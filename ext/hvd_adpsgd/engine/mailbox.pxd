@@ -79,7 +79,7 @@ cdef struct Counters:      # changed by the thread with `add` and `store`, read 
     int64_t void_chunks
     int64_t malformed       # control and agreement messages that no engine sends, ignored
     int64_t malformed_from  # peer that sent the last malformed message
-    int64_t compared        # exchanges in turn (windows.pyx) in which at least one chunk was merged
+    int64_t compared        # exchanges in turn (windows.pxi) in which at least one chunk was merged
     int64_t chunks
     int64_t bytes_sent      # over the wire, of chunks and sums
     int64_t bytes_received
@@ -121,7 +121,7 @@ cdef struct Mailbox:
     Orders orders           # the thread's copy of `given`, made at the beginning of its poll
     double rate             # exchanges that become due per step
     int64_t halted          # the thread is to end at once, without BYE
-    # copies of the thread's state, made between two of its turns (inspect.pyx)
+    # copies of the thread's state, made between two of its turns (inspect.pxi)
     pthread_mutex_t inspections   # held by the thread of the trainer that makes an inspection
     int64_t inspection_wanted     # number of the newest inspection that the trainer wants
     int64_t inspection_made       # number of the newest inspection that the thread has made

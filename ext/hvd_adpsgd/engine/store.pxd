@@ -41,7 +41,7 @@ cdef struct Chunk:
     int dtype
     int64_t step            # the trainer's step of the mirror
     int merged              # exchanges merged into the open slot
-    bint rare               # see windows.pyx
+    bint rare               # see windows.pxi
     uint16_t* steps         # of the next offer in few bits, by block; 0 where none is known. NULL: not allocated
     int64_t offers          # offers in few bits, or in 16 bits in their place
     int64_t left_out        # consecutive exchanges and means that could not average this chunk

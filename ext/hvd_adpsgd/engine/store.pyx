@@ -734,7 +734,7 @@ cdef class Store:
     def arrivals(self):
         """How many exchanges the published slot holds: the mean of those chunks that have some; 0 if none.
 
-        Where there are rare chunks (windows.pyx), of these only."""
+        Where there are rare chunks (windows.pxi), of these only."""
         return self.memory.arrivals
 
     @property

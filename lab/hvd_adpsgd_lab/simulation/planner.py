@@ -464,7 +464,7 @@ def theoretical_decay(n: int, share: float = 1.0) -> tuple[float, float] | None:
 
     If an exchange moves a share of the chunks, each in turn, each chunk takes part in that share of the
     exchanges, so both bounds are `share` times as large: a byte sent reduces the distance as much as with
-    whole exchanges. With aimed windows (windows.pyx) simulations stay between the bounds, too.
+    whole exchanges. With aimed windows (windows.pxi) simulations stay between the bounds, too.
 
     Source: Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, IEEE Trans. Inf. Theory 52(6).
     """

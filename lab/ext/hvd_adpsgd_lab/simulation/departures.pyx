@@ -2,7 +2,7 @@
 # Why compiled: it reads the state of the engines.
 """Check that within a bounded time every engine that stays knows of every engine that has left.
 
-This is what engine/departures.pyx promises. An engine ends when a listener that stays has its departure, or
+This is what engine/departures.pxi promises. An engine ends when a listener that stays has its departure, or
 when no peer that may still run has answered within half of the time that it has to leave (`unheard`). An
 engine that stays and learns of a departure sends it to each of its listeners, once that listener has answered
 the last message: so a hop takes at most three messages, and the turns of both sides. The first listener is

@@ -19,7 +19,7 @@ from hvd_adpsgd_lab.simulation.choices cimport Underway, Wires, content_of
 from hvd_adpsgd_lab.simulation.digests cimport *
 
 TICK_S = 0.6
-PAUSE_S = 0.041             # a little more than PATIENCE of engine/departures.pyx, and a small part of a tick
+PAUSE_S = 0.041             # a little more than PATIENCE of engine/departures.pxi, and a small part of a tick
 
 
 cdef inline uint64_t mixed_transfer(uint64_t h, Transfer* t) noexcept nogil:

@@ -11,7 +11,7 @@ from hvd_adpsgd_lab.simulation.ledger import NOTHING_LOST, ONE_DECISION, REPORTS
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange, Generation
 from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
 from hvd_adpsgd.engine.mailbox cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, NO_STEP, Event, load, store
-from hvd_adpsgd.engine.pairs cimport mapped
+from hvd_adpsgd.engine.loop cimport mapped
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd_lab.simulation.coverage cimport SILENCE, covered
 from hvd_adpsgd_lab.simulation.departures cimport check_departures, departed
@@ -377,7 +377,7 @@ cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Led
 
 
 cdef bint is_unheard(Core* e, double now_s) noexcept:
-    """Whether an engine may have left although no peer has answered (departures.pyx)."""
+    """Whether an engine may have left although no peer has answered (departures.pxi)."""
     return 2 * now_s > e.membership.said_at + e.membership.leave_by
 
 

@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """Windows: which chunks of the model an exchange moves.
 
 An exchange moves a window of chunks, which ASK and YES name by a first place and a length. Without rare
@@ -18,15 +16,6 @@ squared distance d of the two models at its last exchange, times 1 + k, with k e
 aimed windows, and both sides leave them out of their estimate of the consensus distance, because they are not a sample
 of the model.
 """
-
-from libc.math cimport ceil
-from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport calloc
-
-from hvd_adpsgd.engine.core cimport Core, Exchange, Generation, Pairs
-from hvd_adpsgd.engine.mailbox cimport load, store
-from hvd_adpsgd.engine.store cimport Chunk, chunk_at, memory_elements
-
 
 cdef int set_layout(Generation* layout, int nchunks, rare, int period) except -1:
     """Lay out rounds of `nchunks` chunks; those in `rare` move in every `period`th exchange.

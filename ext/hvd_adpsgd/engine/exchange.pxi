@@ -1,11 +1,9 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """Pairwise exchanges: how an engine asks a peer, answers an ASK, and runs an exchange to its end.
 
     active side                   passive side
     ASK   ------------------->    (is its side free, its model finite, and does it stay?)
           <-------------------    YES, or NO: ask another peer
-    chunk 0 <-> chunk 0           both send a snapshot and merge half of the difference (lanes.pyx)
+    chunk 0 <-> chunk 0           both send a snapshot and merge half of the difference (lanes.pxi)
     ...                           (weight w: w times the difference)
 
 Every engine answers while it waits, so a cycle of ASKs cannot deadlock. A super learner is the active
@@ -18,27 +16,8 @@ parked: it keeps its buffers and is finished when the peer answers, but another 
 With rounds the trainer chooses the peer to ask; an engine answers NO to an ASK of another round.
 """
 
-from libc.stdint cimport int64_t
-
-from hvd_adpsgd.engine.codes cimport adpsgd_codes_bits
-from hvd_adpsgd.engine.control cimport NEWEST, same_layout, send_control, send_no, send_window
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.departures cimport answer, departed_in, note_answer
-from hvd_adpsgd.engine.kernels cimport ADPSGD_OWN
-from hvd_adpsgd.engine.lanes cimport advance_lanes, oldest_step
-from hvd_adpsgd.engine.membership cimport (ALIVE, LEFT, SUSPECT, left_as_broken, next_departed, note_departure,
-                                           set_peer)
-from hvd_adpsgd.engine.partners cimport choose, eligible, note_speed
-from hvd_adpsgd.engine.pairs cimport (RETRY_FIRST_S, allocate, become, enlist, find, has_room, posted, release_side, retire,
-                                      return_buffers, sweep, transfer_failed)
-from hvd_adpsgd.engine.mailbox cimport (EVENT_ASKED, EVENT_PARKED, EVENT_SERVED, FAULT_LAYOUT, FAULT_MEMORY, FAULT_NONE,
-                                     FAULT_WEIGHT, MET, NO_STEP, Event, Orders, add, add_double, count_of, latch, load, record,
-                                     spend_credit, store, store_double)
-from hvd_adpsgd.engine.windows cimport move_on, next_first, open_window, turn_elements, window_of
-from hvd_adpsgd.engine.wire cimport DATA, DONE, NOBODY, Status, receive, send, test_once
-
 cdef enum:
-    NUMBERS = 4096          # exchange numbers with channels of their own: a quarter of DATA_CHANNELS
+    EXCHANGE_NUMBERS = 4096 # exchange numbers with channels of their own: a quarter of DATA_CHANNELS
 
 cdef double RETRY_LAST_S = 2e-3     # longest pause after a NO
 cdef double SLOWEST_LINK = 1.25e6   # bytes/s (10 Mb/s), assumed for the longest time that a chunk takes
@@ -230,7 +209,7 @@ cdef int channel_of(int number, bint upper_asks) noexcept nogil:
 
     Of two peers at most one asks at a time, so the asker's exchange number, and which of the two ranks asked,
     name an exchange."""
-    return DATA + 4 * (number % NUMBERS) + (1 if upper_asks else 0)
+    return DATA + 4 * (number % EXCHANGE_NUMBERS) + (1 if upper_asks else 0)
 
 
 cdef void begin(Core* e, Exchange* x, int number, int total, int window, bint active) noexcept nogil:

@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """The chunks of an exchange are sent, received and merged, LANES chunks in flight, each in a lane of its own.
 
 On one host both sides let the other one read their models (store.pyx), and one side computes the difference for
@@ -24,19 +22,6 @@ If the peer's trainer changes a chunk while this side compares it, the compariso
 begins with a stamp, which names exchange and chunk: a super learner that was stopped, and that its peers took
 for failed, finds another stamp there, and stops with an error instead of merging another exchange's chunk.
 """
-
-from libc.stdint cimport int64_t
-
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.kernels cimport ADPSGD_DTYPES
-from hvd_adpsgd.engine.pairs cimport mapped, posted, transfer_failed
-from hvd_adpsgd.engine.mailbox cimport (EVENT_MERGED, FAULT_FENCED, FAULT_LAYOUT, HISTOGRAM, NO_STEP, Event, add, latch, load,
-                                     record, store)
-from hvd_adpsgd.engine.store cimport (CHANGING, MERGED, Compared, fence, memory_answer, memory_compare, memory_elements,
-                                      memory_fits, memory_leave_out, memory_merge, memory_merge_answer, memory_merge_half,
-                                      memory_nbytes, memory_offer, memory_snapshot)
-from hvd_adpsgd.engine.windows cimport chunk_of, note_distance, stands_for
-from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, Status, receive, send, test_once
 
 cdef struct Waits:          # whether an older chunk of the exchange still waits, for each kind of event
     bint receive            # ... for the peer's snapshot, or `ready`

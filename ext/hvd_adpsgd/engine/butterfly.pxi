@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: the engine's thread sums without the GIL.
 """The sum of numbers over all members, by a butterfly of pairwise exchanges (recursive doubling):
 
     rank       0     1     2     3
@@ -14,15 +12,16 @@ Source: Su and Chen, arXiv:1507.01239 (the butterfly); Thakur, Rabenseifner and 
     (recursive doubling, and folding for other n).
 """
 
-from libc.math cimport NAN
-from libc.string cimport memcpy
-
-from hvd_adpsgd.engine.wire cimport DONE, NOBODY, PENDING, SUMS, TOO_LONG, receive, send, test_once
-
 cdef enum:
     STAGES = 64             # channels of one sum, one for each stage
     NUMBERS = 32            # sums of an epoch with channels of their own; more than are in flight at once
     EPOCHS = 128            # epochs with channels of their own
+
+cdef struct Step:           # what a member does in a stage
+    int peer                # rank among the members; NOBODY: this member skips the stage
+    bint sends
+    bint receives
+    bint adds               # what is received is added to the sum; else it is the sum
 
 
 cdef void network_open(Network* n) noexcept nogil:

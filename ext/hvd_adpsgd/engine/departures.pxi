@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """Departures of engines: BYE of an engine that leaves, NEWS of departures by others, and the answers to both.
 
     BYE, NEWS  ------------->     all departures that the sender knows of
@@ -13,11 +11,6 @@ listener that has ended answers nothing: after PATIENCE another one is chosen be
 if no peer that may still run has answered within half of the time that it has to leave: at the end of a job
 the last peers may have ended before they could send BYE.
 """
-
-from hvd_adpsgd.engine.control cimport send_departures, send_control
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.membership cimport (Listener, Membership, choose_listeners, give_up_listeners, has_departed,
-                                           hops, is_taken_over, knows_no_more, listener_of, note_departure)
 
 cdef double PATIENCE = 0.04         # longest wait for the answer to a BYE, as a fraction of leave_deadline_s
 

@@ -1,25 +1,11 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """The list of exchanges of an engine: their phases, their buffers, and failures of their peers.
 
-An exchange is taken from a pool, and returns to it as IDLE when it is over (exchange.pyx). Until then its
+An exchange is taken from a pool, and returns to it as IDLE when it is over (exchange.pxi). Until then its
 buffers are its own; an exchange whose peer has failed is BROKEN, and keeps its buffers as long as the wire
 may use them.
 """
 
-from libc.stdint cimport int64_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
-
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.membership cimport LEFT, note_end
-from hvd_adpsgd.engine.mailbox cimport FAULT_LAYOUT, FAULT_MEMORY, FAULT_MPI, FAULT_STATE, add, latch
-from hvd_adpsgd.engine.wire cimport NOBODY, PEER_DOWN, PENDING, TOO_LONG, WIRE_DOWN, Transfer
-
-cdef extern from "<stdlib.h>" nogil:
-    void* aligned_alloc(size_t, size_t)
-
-RETRY_FIRST_S = 50e-6               # pause after a NO; each further NO doubles it, up to RETRY_LAST_S
+cdef double RETRY_FIRST_S = 50e-6   # pause after a NO; each further NO doubles it, up to RETRY_LAST_S
 
 
 # ---- states ------------------------------------------------------------------------------

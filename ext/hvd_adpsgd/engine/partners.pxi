@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """Which peer an engine asks next: the next one of its schedule, or the fastest of the next three.
 
 With probability `prefer` an engine looks at the next three peers that it can ask, and asks the one whose
@@ -11,14 +9,6 @@ mean (theory/partners.py). Measured: docs/log/0130-fast-peers.md.
 Source: partners by the measured speed of links: NetMax, Zhou et al., arXiv:2009.05766. The choice of three is
 ours.
 """
-
-from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport calloc
-
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.membership cimport ALIVE
-from hvd_adpsgd.engine.pairs cimport find, has_room
-from hvd_adpsgd.engine.wire cimport NOBODY
 
 cdef enum:
     TRIES = 64              # entries of the schedule in which a peer is looked for

@@ -1,6 +1,4 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
-"""The exact mean of all models: one sum per chunk (butterfly.pyx), LANES sums in flight.
+"""The exact mean of all models: one sum per chunk (butterfly.pxi), LANES sums in flight.
 
 Each sum has two more numbers: how many super learners contribute (one whose chunk is not finite does not),
 and the sum of a number derived from the layout, which shows whether all super learners average the same
@@ -11,25 +9,6 @@ from its first chunk, over the current models of the super learners that the dec
 some of them had already merged is averaged once more. The sums of each attempt have channels of their own
 (the epoch); buffers of an attempt that was given up are kept until the wire no longer uses them.
 """
-
-from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset
-
-from hvd_adpsgd.engine.agreement cimport (agreement_failed, agreement_free, agreement_message_size, agreement_new,
-                                          agreement_receive, agreement_take, agreement_vote)
-from hvd_adpsgd.engine.butterfly cimport network_open, next_epoch, sum_nbytes_sent, sum_post, sum_test
-from hvd_adpsgd.engine.control cimport note_malformed, reap
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.membership cimport LEFT, is_gone
-from hvd_adpsgd.engine.pairs cimport transfer_failed
-from hvd_adpsgd.engine.mailbox cimport (EVENT_MEAN, EVENT_MERGED, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, FAULT_MEMORY,
-                                     FAULT_NONE, NO_PEER, Event, EventKind, add, add_double, latch, load, record,
-                                     store, store_double)
-from hvd_adpsgd.engine.store cimport memory_leave_out, memory_merge_mean, memory_share, memory_sum_nbytes
-from hvd_adpsgd.engine.wire cimport (AGREEMENT, DONE, NOBODY, PEER_DOWN, PENDING, TOO_LONG, Status, Transfer,
-                                     receive, send, test_once)
-
 
 # ---- set-up --------------------------------------------------------------------------------
 

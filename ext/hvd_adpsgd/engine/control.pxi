@@ -1,21 +1,10 @@
-# cython: language_level=3
-# Why compiled: it runs on the engine's thread, without the GIL.
 """Control messages of an engine: one posted receive from any peer, and the sends that are not complete.
 
 Reports share the channel of control messages, so that the same receive takes them. A report that an engine is
 sending or receiving while it leaves may be lost."""
 
-from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
-
-from hvd_adpsgd.engine.codes cimport adpsgd_codes_bits
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.kernels cimport ADPSGD_INT16, ADPSGD_OWN
-from hvd_adpsgd.engine.membership cimport LEFT, departed_nbytes
-from hvd_adpsgd.engine.mailbox cimport FAULT_MEMORY, FAULT_MPI, add, latch, load, store
-from hvd_adpsgd.engine.reports cimport choose_listener, gather_reports, note_report
-from hvd_adpsgd.engine.windows cimport layout_of
-from hvd_adpsgd.engine.wire cimport CONTROL, DONE, NOBODY, PENDING, TOO_LONG, WIRE_DOWN, Status, receive, send, test_once
+cdef enum:
+    NEWEST = 0x7FFFFFFF     # a message names our newest layout
 
 
 cdef int longest_message(int size) noexcept nogil:

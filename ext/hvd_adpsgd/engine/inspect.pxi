@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: the engine's thread copies its state without the GIL.
 """Copies of the state of the engine's thread, for Python.
 
 Before each turn the thread checks whether the trainer wants a copy (an inspection), and makes it:
@@ -9,20 +7,6 @@ Before each turn the thread checks whether the trainer wants a copy (an inspecti
                                             between two turns: inspection = copy, inspection_made = k
     takes the copy                          next turn
 """
-
-from libc.stdint cimport int64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy
-
-from hvd_adpsgd.engine.core cimport *
-from hvd_adpsgd.engine.mailbox cimport *
-from hvd_adpsgd.engine.store cimport pthread_mutex_t
-
-from hvd_adpsgd.engine.metrics import PEER_TABLES
-
-cdef extern from "<pthread.h>" nogil:
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef double LOOK_S = 1.0            # longest wait for the end of the thread's turn
 
