@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
+from hvd_adpsgd.messaging.host_barrier import fence
 from hvd_adpsgd.polling import polls
 
 COLUMNS = (

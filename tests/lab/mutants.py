@@ -188,8 +188,7 @@ MUTANTS = (
         "        m.moved = now(e)        # restart the patience: a super learner that has just left "
         "has yet to end\n", ""),
     Mutant("a mean is given up while its agreement waits for a slow vote", "mean.pxi",
-        "        if e.membership.states[peer] == LEFT and not is_gone(&e.membership, peer):\n            return peer",
-        "        if e.membership.states[peer] >= LEFT:\n            return peer"),
+        "states[peer] == LEFT and not is_gone(&e.membership, peer)", "states[peer] >= LEFT"),
     Mutant("a commit is told to some only", "agreement.pyx",
         "out.targets[i] = i != a.me and not a.last.failed[i]     #",
         "out.targets[i] = i != a.me and i != a.n - 1     #"),

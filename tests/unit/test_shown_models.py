@@ -8,11 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from hvd_adpsgd.engine import kernels, neighbours, shared_memory
+from hvd_adpsgd.engine import neighbours, shared_memory
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots
+from tests import kernels
 from tests.elements import DTYPES, PAIRS, decode, draw, encode, raw, wide
 from tests.gathers import Gathers, together
 from tests.shown import CHUNK_NBYTES, Shown, TwoLearners

@@ -16,6 +16,8 @@ cdef extern from *:
     #include <time.h>
     #include <unistd.h>
 
+    static void adpsgd_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
     static uint32_t adpsgd_arrive(uint32_t *count, uint32_t target)
     {
         uint32_t now = __atomic_add_fetch(count, 1, __ATOMIC_SEQ_CST);
@@ -36,8 +38,14 @@ cdef extern from *:
     }
     """
     ctypedef unsigned int uint32_t
+    void adpsgd_fence() nogil
     uint32_t adpsgd_arrive(uint32_t* count, uint32_t target) nogil
     int adpsgd_await(uint32_t* count, uint32_t target, double seconds) nogil
+
+
+def fence() -> None:
+    """Let no load or store of this thread move over this call; without it only x86 keeps their order."""
+    adpsgd_fence()
 
 
 def arrive(unsigned char[::1] memory, unsigned int target):
