@@ -19,7 +19,6 @@ from hvd_adpsgd.inner.over_torch.pending import Pending
 from hvd_adpsgd.inner.over_torch.requests import Decision
 from hvd_adpsgd.inner.tensor_bytes import bytes_of, overwrite
 
-_FUSED_NBYTES = 2**26  # largest buffer in which small tensors are reduced together, as in Horovod
 _REDUCE: dict[int, Any] = {
     Average: dist.ReduceOp.SUM,
     Sum: dist.ReduceOp.SUM,
@@ -95,40 +94,39 @@ class Transfers:
             abort_nccl(self._nccl)
 
     def run(self, batch: Sequence[Work]) -> str:
-        """Run decided operations in their order; neighbouring reductions that fit are fused.
+        """Run decided operations in their order; this learner gives zeros where it is in join().
 
         Returns:
             "", or the error of an operation. Nothing may run after it: other learners may be in the middle of
             that operation, and would take messages of the next one for it.
         """
-        for _, group in itertools.groupby(enumerate(_fusions(batch)), key=lambda pair: pair[1]):
-            works = [batch[i] for i, _ in group]
-            pendings = [pending for _, pending in works if pending is not None]
+        for decision, own in batch:
+            pending = own or self._zeros(decision)
+            if pending is None:
+                continue
             try:
-                with self._in_order(pendings):
-                    results = self._run(works)
+                with self._in_order(pending):
+                    result = self._run(decision, pending)
             except Exception as error:
-                for pending in pendings:
-                    pending.fail(error)
-                return f"{works[0][0].request.name}: {error}"
-            for pending, result in results:
-                pending.succeed(result)
+                pending.fail(error)
+                return f"{decision.request.name}: {error}"
+            pending.succeed(result)
         return ""
 
     @contextlib.contextmanager
-    def _in_order(self, pendings: Sequence[Pending]) -> Iterator[None]:
-        """Context manager of operations on GPUs: after what the script had submitted, on a stream apart.
+    def _in_order(self, pending: Pending) -> Iterator[None]:
+        """Context manager of an operation on GPUs: after what the script had submitted, on a stream apart.
 
-        It ends when the GPUs have run them, or raises RuntimeError if they were aborted: NCCL leaves part of
+        It ends when the GPUs have run it, or raises RuntimeError if they were aborted: NCCL leaves part of
         a sum then.
         """
-        devices = {t.device for pending in pendings for t in pending.tensors if t.is_cuda}
+        devices = {tensor.device for tensor in pending.tensors if tensor.is_cuda}
         with contextlib.ExitStack() as stack:
             for device in devices:
                 if device not in self._streams:
                     self._streams[device] = torch.cuda.Stream(device)
                 stream = self._streams[device]
-                for event in itertools.chain(*(pending.submitted for pending in pendings)):
+                for event in pending.submitted:
                     stream.wait_event(event)
                 stack.enter_context(torch.cuda.stream(stream))
             yield
@@ -139,34 +137,28 @@ class Transfers:
             if devices and self._aborted:
                 raise RuntimeError("a learner has ended, or an operation has failed")
 
-    def _run(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
-        """Run one operation, or fused reductions; return the results of this learner's."""
-        decision, pending = works[0]
-        if decision.request.kind == "allreduce":
-            return self._allreduce(works)
-        if pending is None:
-            return []
+    def _run(self, decision: Decision, pending: Pending) -> Any:
+        """Run one operation; return this learner's result."""
         pending.own = decision.own
         result = getattr(self, f"_{decision.request.kind}")(decision, pending)
-        return [(pending, result[0] if pending.single else result)]
+        return result[0] if pending.single else result
 
-    def _allreduce(self, works: Sequence[Work]) -> list[tuple[Pending, Any]]:
-        """Reduce the tensors of fused operations in place; zeros where this learner is in join()."""
-        op, before, after, kind, _ = works[0][0].request.same
+    def _zeros(self, decision: Decision) -> Pending | None:
+        """Return what a learner in join() gives to a reduction; None for other operations."""
+        if decision.request.kind != "allreduce":
+            return None
+        *_, kind, specs = decision.request.same
         device = torch.device(kind, max(self.join_device, 0)) if kind != "cpu" else "cpu"
-        lists = [
-            list(pending.tensors) if pending else _zeros(decision, device)
-            for decision, pending in works
-        ]
-        everything = list(itertools.chain(*lists))
-        for dtype in dict.fromkeys(tensor.dtype for tensor in everything):
-            alike = [tensor for tensor in everything if tensor.dtype == dtype]
+        zeros = [torch.zeros(shape, dtype=getattr(torch, d), device=device) for d, shape in specs]
+        return Pending(decision.request, zeros, single=False)
+
+    def _allreduce(self, decision: Decision, pending: Pending) -> list[torch.Tensor]:
+        """Reduce tensors in place."""
+        op, before, after = decision.request.same[:3]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in pending.tensors):
+            alike = [tensor for tensor in pending.tensors if tensor.dtype == dtype]
             self._reduce(alike, op, before, after)
-        return [
-            (pending, tensors[0] if pending.single else tensors)
-            for (_, pending), tensors in zip(works, lists, strict=True)
-            if pending is not None
-        ]
+        return list(pending.tensors)
 
     def _reduce(self, tensors: list[torch.Tensor], op: int, before: float, after: float) -> None:
         """Reduce tensors of one dtype in place."""
@@ -261,29 +253,6 @@ class Transfers:
 def _split_rows(rows: int, size: int) -> list[int]:
     """Return how many rows each learner gets of a reducescatter: the first ones one more, as in Horovod."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
-
-
-def _fusions(batch: Sequence[Work]) -> Iterator[int]:
-    """Yield a number for each operation of a batch; neighbours with the same number are reduced together."""
-    number, before, nbytes = 0, None, 0
-    for decision, _ in batch:
-        request = decision.request
-        key, mine = None, 0
-        if request.kind == "allreduce":
-            op, prescale, postscale, device, specs = request.same
-            kinds = {dtype for dtype, _ in specs}
-            if len(kinds) == 1:
-                key = (op, prescale, postscale, device, *kinds)
-                mine = sum(math.prod(shape) for _, shape in specs) * 8
-        if key is None or key != before or nbytes + mine > _FUSED_NBYTES:
-            number, nbytes = number + 1, 0
-        before, nbytes = key, nbytes + mine
-        yield number
-
-
-def _zeros(decision: Decision, device: torch.device | str) -> list[torch.Tensor]:
-    specs = decision.request.same[4]
-    return [torch.zeros(shape, dtype=getattr(torch, kind), device=device) for kind, shape in specs]
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
