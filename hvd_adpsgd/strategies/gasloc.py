@@ -8,7 +8,7 @@ from typing import ClassVar
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_gossip
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.update_rules import OuterStep
-from hvd_adpsgd.strategies.validation import require_integer, require_number
+from hvd_adpsgd.strategies.validation import integer, number
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,14 @@ class GASLoC(Strategy):
     Source: Cagnasso, Belilovsky, Oyallon, arXiv:2606.11081.
     """
 
-    period: int = 20
-    rate: float = 0.7
-    momentum: float = 0.5
+    period: int = integer(20)
+    rate: float = number(0.7, 0, 10, low_open=True)
+    momentum: float = number(0.5, 0, 1)
     base: Strategy = field(default_factory=RandomPairs)
     name: ClassVar[str] = "gasloc"
 
     def __post_init__(self) -> None:
-        require_integer(self.name, "period", self.period)
-        rate = require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
-        object.__setattr__(self, "rate", rate)
-        object.__setattr__(
-            self, "momentum", require_number(self.name, "momentum", self.momentum, 0, 1)
-        )
+        super().__post_init__()
         require_gossip(self.name, self.base)
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:

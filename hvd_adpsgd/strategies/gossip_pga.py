@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, require_gossip
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
-from hvd_adpsgd.strategies.validation import require_integer
+from hvd_adpsgd.strategies.validation import integer
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class GossipPGA(Strategy):
     Source: Chen et al., Gossip-PGA, arXiv:2105.09080.
     """
 
-    period: int = 50
+    period: int = integer(50)
     base: Strategy = field(default_factory=RandomPairs)
     name: ClassVar[str] = "gossip_pga"
 
     def __post_init__(self) -> None:
-        require_integer(self.name, "period", self.period)
+        super().__post_init__()
         require_gossip(self.name, self.base)
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy, checked_seed
+from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
 from hvd_adpsgd.strategies.update_rules import SlowModel
-from hvd_adpsgd.strategies.validation import require_integer, require_number
+from hvd_adpsgd.strategies.validation import integer, number, seed
 
 NOLOCO_ROUNDS = 1024
 
@@ -38,20 +38,11 @@ class NoLoCo(Strategy):
     Source: Kolehmainen et al., NoLoCo, 2025, law and defaults as in their released code.
     """
 
-    period: int = 50
-    rate: float = 0.7
-    momentum: float = 0.5
-    seed: int = 0
+    period: int = integer(50)
+    rate: float = number(0.7, 0, 10, low_open=True)
+    momentum: float = number(0.5, 0, 1)
+    seed: int = seed()
     name: ClassVar[str] = "noloco"
-
-    def __post_init__(self) -> None:
-        require_integer(self.name, "period", self.period)
-        rate = require_number(self.name, "rate", self.rate, 0, 10, low_open=True)
-        object.__setattr__(self, "rate", rate)  # as float, so that 1 and 1.0 give the same spec
-        object.__setattr__(
-            self, "momentum", require_number(self.name, "momentum", self.momentum, 0, 1)
-        )
-        object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
 
     def pair_weight(self, n: int) -> float:
         """Return 1/2: both sides take the mean of the pair."""

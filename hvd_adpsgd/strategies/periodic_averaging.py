@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.update_rules import BlockMomentum
-from hvd_adpsgd.strategies.validation import require_flag, require_integer, require_number
+from hvd_adpsgd.strategies.validation import flag, integer, number
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,12 @@ class PeriodicAveraging(Strategy):
         parameter averaging.
     """
 
-    period: int = 10
-    block_momentum: float = 0.0
-    block_rate: float = 1.0
-    nesterov: bool = False
-    warm_up: int = 0
+    period: int = integer(10)
+    block_momentum: float = number(0.0, 0, 1)
+    block_rate: float = number(1.0, 0, 10, low_open=True)
+    nesterov: bool = flag(False)
+    warm_up: int = integer(0, low=0)
     name: ClassVar[str] = "periodic_averaging"
-
-    def __post_init__(self) -> None:
-        require_integer(self.name, "period", self.period)
-        require_integer(self.name, "warm_up", self.warm_up, low=0)
-        momentum = require_number(self.name, "block_momentum", self.block_momentum, 0, 1)
-        rate = require_number(self.name, "block_rate", self.block_rate, 0, 10, low_open=True)
-        require_flag(self.name, "nesterov", self.nesterov)
-        object.__setattr__(self, "nesterov", bool(self.nesterov))
-        # as float: 0 and 0.0 give the same spec
-        object.__setattr__(self, "block_momentum", momentum)
-        object.__setattr__(self, "block_rate", rate)
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         plain = self.block_momentum == 0 and self.block_rate == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from hvd_adpsgd.errors import AdpsgdError, ConfigError
 from hvd_adpsgd.strategies.update_rules import Rule
 from hvd_adpsgd.theory import topology
 
-SEED_BOUND = 2**32
 NOBODY = -1
 # Order of step and averaging: adapt while combining; adapt, then combine.
 DURING, AFTER = "awc", "atc"
@@ -178,6 +176,13 @@ class Strategy(ABC):
     is_gossip: ClassVar[bool] = False
     refuses: ClassVar[Mapping[str, str]] = {}
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an argument that is not within its bounds (strategies.validation)."""
+        for argument in dataclasses.fields(_instance(self)):
+            if check := argument.metadata.get("check"):
+                checked = check(self.name, argument.name, getattr(self, argument.name))
+                object.__setattr__(self, argument.name, checked)
+
     def refuse(self, use: str, error: type[AdpsgdError] = ConfigError) -> None:
         """Raise `error` if `use`, a key such as "buffers=", is in `refuses`."""
         if use in self.refuses:
@@ -262,24 +267,6 @@ def require_strategy(name: str, base: Any) -> None:
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
-
-
-def checked_seed(strategy: str, seed: Any) -> int:
-    """Return the seed of a strategy as a plain int.
-
-    Raises:
-        ConfigError: if the seed is not an integer in [0, 2**32).
-    """
-    try:
-        plain = -1 if isinstance(seed, bool) else operator.index(seed)
-    except TypeError:
-        plain = -1
-    if not 0 <= plain < SEED_BOUND:
-        raise ConfigError(
-            f"bad seed for {strategy}: got {seed!r}, allowed is int >= 0 and < {SEED_BOUND}. "
-            "Give the same such number on every learner."
-        )
-    return plain
 
 
 def _instance(strategy: Strategy) -> Any:

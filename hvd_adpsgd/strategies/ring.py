@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy, checked_seed
-from hvd_adpsgd.strategies.validation import require_preference
+from hvd_adpsgd.strategies.plan import NOBODY, Plan, Strategy
+from hvd_adpsgd.strategies.validation import preference, seed
 from hvd_adpsgd.theory import topology
 
 RANDOM_RING_ROUNDS = 1024
@@ -59,15 +59,10 @@ class RandomRing(Strategy):
         enlarge the spectral gap).
     """
 
-    seed: int = 0
-    prefer_fast: float = 0.0
+    seed: int = seed()
+    prefer_fast: float = preference()
     name: ClassVar[str] = "random_ring"
     is_gossip: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", checked_seed(self.name, self.seed))
-        preference = require_preference(self.name, self.prefer_fast)
-        object.__setattr__(self, "prefer_fast", preference)
 
     def pair_weight(self, n: int) -> float:
         """Return 1/3, or 1/2 for two super learners, as FixedRing."""
