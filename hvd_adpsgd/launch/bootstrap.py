@@ -27,9 +27,9 @@ from hvd_adpsgd.launch import communicators, rendezvous
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.launch.deadline import Deadline
 from hvd_adpsgd.launch.gloo import world_over_gloo
-from hvd_adpsgd.launch.horovod_timeline import own_timeline
 from hvd_adpsgd.launch.host_name import unresolved_host
 from hvd_adpsgd.launch.over_torch import start_over_torch
+from hvd_adpsgd.launch.processes import variables
 from hvd_adpsgd.launch.rendezvous import Opener
 from hvd_adpsgd.launch.world import Communicators, Placement, World, form_super_learners
 from hvd_adpsgd.lifecycle import preemption, shutdown, state_dump
@@ -329,7 +329,7 @@ def _start_horovod(world: World, process_sets: Any) -> None:
     if backend() == "torch":
         start_over_torch(world, process_sets)
         return
-    with own_timeline(world.super_rank, world.super_size):
+    with variables(_own_timeline(world)):
         if isinstance(world.inner, Communicator):
             with world_over_gloo(world):
                 horovod.init(process_sets=process_sets)
@@ -337,6 +337,19 @@ def _start_horovod(world: World, process_sets: Any) -> None:
             horovod.init(comm=world.inner, process_sets=process_sets)
     # Horovod's exit handler waits without bound for this super learner's learners; this library's does not.
     atexit.unregister(horovod._basics.shutdown)
+
+
+def _own_timeline(world: World) -> dict[str, str]:
+    """Return the variable that gives this super learner's Horovod a file of its own: trace.0.json, ..."""
+    asked = os.environ.get("HOROVOD_TIMELINE", "")
+    if world.super_size == 1 or asked in (
+        "",
+        "DYNAMIC",
+    ):  # DYNAMIC names no file; see start_timeline
+        return {}
+    path = Path(asked)
+    name = f"{path.stem}.{world.super_rank}{path.suffix}"
+    return {"HOROVOD_TIMELINE": str(path.with_name(name))}
 
 
 def merge_super_learners(world: World) -> World:

@@ -18,6 +18,7 @@ from hvd_adpsgd.errors import (
     TopologyError,
 )
 from hvd_adpsgd.launch.deadline import Deadline
+from hvd_adpsgd.launch.processes import variables
 from hvd_adpsgd.launch.rendezvous import BEGUN, HttpStore, Opener, Place, StoreGather, opened
 from hvd_adpsgd.lifecycle.shutdown import exit_state
 from hvd_adpsgd.messaging.sockets import Communicator, Hub
@@ -136,12 +137,8 @@ def _heartbeats() -> Iterator[None]:
             prepared and "mpi4py.MPI" in sys.modules and _library().Is_initialized()
         )
     added = {_DETECTOR, _PROPAGATOR} - set(os.environ) if prepared else set()
-    os.environ.update(dict.fromkeys(added, "1"))
-    try:
+    with variables(dict.fromkeys(added, "1")):
         yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def misses_heartbeats() -> bool:

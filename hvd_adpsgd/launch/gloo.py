@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.interfaces import addresses, choose_address, interface_of, network_name
 from hvd_adpsgd.launch.inner_sockets import closed_in_children
+from hvd_adpsgd.launch.processes import variables
 from hvd_adpsgd.messaging.sockets import Communicator
 
 if TYPE_CHECKING:
@@ -24,19 +25,9 @@ _server: Any = None  # of a leader's Horovod, which may query it until it shuts 
 _told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty if Horovod runs over MPI
 
 
-@contextlib.contextmanager
-def places_told() -> Iterator[None]:
+def places_told() -> contextlib.AbstractContextManager[None]:
     """Context manager that sets HOROVOD_* variables, which Horovod reads whenever it makes a process set."""
-    before = {name: os.environ.get(name) for name in _told}
-    os.environ.update(_told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return variables(_told)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PIPE = "ADPSGD_LAUNCHER_PIPE"  # path of the pipe to `python -m hvd_adpsgd run`
@@ -41,6 +41,19 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
 def environment(environ: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a process to start: `given` for it alone, the others from `environ`."""
     return {**without_launchers(environ), **given, GIVEN: ",".join(given)}
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Context manager in which this process has these environment variables; after it, those of before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 def place(

@@ -1,10 +1,9 @@
 """torch.distributed's process group of this super learner, for DistributedDataParallel and the script."""
 
-import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from hvd_adpsgd.engine.interfaces import (
 from hvd_adpsgd.inner.gpus import abort_nccl, nccl_of
 from hvd_adpsgd.inner.torch_group import group_of, store_of
 from hvd_adpsgd.launch.inner_sockets import break_recorded, closed_in_children
+from hvd_adpsgd.launch.processes import variables
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
@@ -75,7 +75,8 @@ def super_learner_group(world: World) -> Any:
         is_ours = not dist.is_initialized()
         gather = functools.partial(allgather_object, world.inner)
         address = address_inside(world)
-        with closed_in_children(), _on_interface(interface_of(address)):
+        name = os.environ.get(_INTERFACE) or interface_of(address)  # where Gloo listens
+        with closed_in_children(), variables({_INTERFACE: name} if name else {}):
             store = store_of(world.inner_rank, address, gather)
             group = group_of(world.inner_rank, world.inner_size, store, gather)
         made = _made[world.membership] = _Made(group, nccl_of(group))
@@ -93,19 +94,6 @@ def has_ended_group() -> bool:
 def is_known(group: Any) -> bool:
     """Whether torch knows the group, which destroy_process_group() ends."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
-
-
-@contextlib.contextmanager
-def _on_interface(name: str) -> Iterator[None]:
-    """Context manager in which Gloo listens on this interface, unless the environment names another one."""
-    if not name or _INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_INTERFACE] = name
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]
 
 
 def _end_default() -> None:
