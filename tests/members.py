@@ -53,7 +53,7 @@ class Member:
         self.loop = Loop(self.wire, SystemClock(), self.model.store, schedule, how)
         rare = range(1, self.chunks, 2) if period > 1 else ()
         self.loop.extend(self.chunks, self.fingerprint, rare, period)
-        self.loop.average_all(True)
+        self.loop.average_all()
 
     def connect(self, kind: int, peer: int, end: socket.socket) -> None:
         end.setblocking(False)
