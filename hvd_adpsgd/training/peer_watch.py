@@ -38,7 +38,6 @@ from typing import Any
 
 from hvd_adpsgd.collectives.collectives import Made
 from hvd_adpsgd.collectives.usage import module_of as _module
-from hvd_adpsgd.engine.kernels import fence
 from hvd_adpsgd.engine.shared_memory import shared_table
 from hvd_adpsgd.errors import AdpsgdError, CollectiveMismatchError
 from hvd_adpsgd.inner import horovod
@@ -48,6 +47,7 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
+from hvd_adpsgd.messaging.host_barrier import fence
 from hvd_adpsgd.messaging.mpi_transport import exited
 from hvd_adpsgd.training.super_learner import SuperLearner, horovods, leaves, leaves_early
 
