@@ -238,7 +238,7 @@ LEARNER = """
 IGNORES, REPORTS = False, False
 import os, signal, subprocess, sys, time
 def tell(number, _):
-    print("got", number)
+    os.write(1, f"got {number}\\n".encode())  # in one: another signal may come in between
     if number != signal.SIGUSR1:
         sys.exit(5)
 for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
@@ -423,7 +423,7 @@ def test_variables_of_this_host_do_not_go_to_others(tmp_path: Path) -> None:
 
 
 def test_lines_keep_their_learner_and_their_stream(tmp_path: Path) -> None:
-    """Also one of a progress bar, one without an end, and one longer than any buffer."""
+    """Also one of a progress bar, one without an end, and one longer than any buffer, without Python's."""
     program = """
 import os, sys, time
 rank = int(os.environ["RANK"])
@@ -434,7 +434,7 @@ sys.stderr.write(f"10 % of {rank}\\r20 % of {rank}")
     command = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", "2", "train.py"]
     done = subprocess.run(
         command,
-        env=environment({}),
+        env=environment({"PYTHONUNBUFFERED": "1"}),
         cwd=tmp_path,
         capture_output=True,
         text=True,

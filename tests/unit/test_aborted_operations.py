@@ -127,7 +127,7 @@ def test_an_operation_of_the_library_that_was_aborted_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     pending: Any = SimpleNamespace(tensors=[tensor], submitted=[None])
-    with pytest.raises(RuntimeError, match="a learner has ended"), transfers._in_order([pending]):
+    with pytest.raises(RuntimeError, match="a learner has ended"), transfers._in_order(pending):
         pass
 
 
@@ -165,7 +165,7 @@ def test_operations_on_a_gpu_use_one_stream(monkeypatch):
     tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     pending: Any = SimpleNamespace(tensors=[tensor], submitted=[None])
     for _ in range(3):
-        with transfers._in_order([pending]):
+        with transfers._in_order(pending):
             pass
     assert len(made) == 1
 

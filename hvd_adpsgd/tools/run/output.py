@@ -4,8 +4,13 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
+
+# by file: with PYTHONUNBUFFERED, threads that write to one have no lock of Python's
+_locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
 def say(line: str) -> None:
@@ -36,7 +41,14 @@ async def write(to: Any, line: bytes) -> None:
         OSError: if nobody reads this command's output, or a disk is full; later lines are dropped then.
     """
     try:
-        await asyncio.to_thread(lambda: (to.write(line), to.flush()))
+        await asyncio.to_thread(_write_all, to, line)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
         raise
+
+
+def _write_all(to: Any, line: bytes) -> None:
+    with _locks[to.fileno()]:
+        while line:
+            line = line[to.write(line) :]
+        to.flush()
