@@ -200,6 +200,21 @@ def test_every_error_is_listed():
     assert not [n for n in errors if f"`{n}`" not in text]
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = {
+        match
+        for page in PAGES
+        for match in re.findall(r"tests/[\w/]+\.py(?:::\w+)?", page.read_text())
+    }
+    gone = set()
+    for test in named:
+        path, _, function = test.partition("::")
+        file = ROOT / path
+        if not file.exists() or (function and f"def {function}(" not in file.read_text()):
+            gone.add(test)
+    assert len(named) > 50 and not gone, gone
+
+
 def test_every_module_that_is_run_is_there():
     for module, page in names(r"python -m ((?:examples|hvd_adpsgd|lab|tests)[\w.]*)"):
         path = ROOT / module.replace("hvd_adpsgd_lab", "lab.hvd_adpsgd_lab").replace(".", "/")
