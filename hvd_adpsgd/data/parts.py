@@ -135,6 +135,7 @@ class Parts:
         self._number = 0
         self._ignorant: set[int] = set()  # super learners that do not know the first epoch
         self._silent: set[int] = set()  # super learners that have not answered in time
+        self._departed: set[int] = set()  # super learners that have said that they leave
         self._rates: dict[int, float] = {}
         self._news: Ranges = []  # consumed, not reported
         self._reported = 0.0
@@ -182,6 +183,8 @@ class Parts:
         `joined`: those that have joined since the last call, also in the place of failed ones; `anew`:
         whether all have made new connections since then.
         """
+        self._departed -= set(joined)
+        living = set(living) - self._departed
         for rank in self._living.difference(living).union(self._living.intersection(joined)):
             self._lose(rank)
         self._living, self._ring = frozenset(living), ring
@@ -293,14 +296,15 @@ class Parts:
     def _note(self, rank: int, message: Consumed) -> None:
         self.consumed = merged(self.consumed, message.ranges)
         self._rates[rank] = message.rate
-        if message.leaves:
-            self._silent.add(rank)
         if message.parts is None:
             self._ignorant.add(rank)
             if self.parts is not None:
                 self._out.append((rank, Consumed([], self.rate, self.parts)))
         elif self.parts is None:
             self._cut(message.parts)
+        if message.leaves:  # its process may run on for long
+            self._departed.add(rank)
+            self.members(self._living, self._ring)
 
     def _cut(self, parts: int) -> None:
         """Note into how many parts the job cuts its epochs."""

@@ -160,10 +160,10 @@ class Sharding:
             return out
 
     def close(self) -> None:
-        """Report what was yielded as consumed, before this learner leaves."""
+        """Report what was consumed, before this learner leaves."""
         with self._changed:
             if self._is_leader:
-                self._consume(self.step)
+                self._count()
                 self.parts.report(leaves=True)
 
     def consumed(self) -> Ranges:
@@ -180,7 +180,9 @@ class Sharding:
         """
         with self._changed:
             made = self._made()
-            return self._samples(self.step if made is None else made - self._made_before)
+            if made is None or made < self._made_before:  # the latter: a new optimizer
+                return self._samples(self.step)
+            return self._samples(made - self._made_before)
 
     def _samples(self, made: int) -> int:
         step = min(made, self.step) - 1

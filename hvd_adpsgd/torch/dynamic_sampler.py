@@ -151,6 +151,10 @@ class _Dynamic:
             raise ConfigError(
                 f"{doing}: it was begun before. Call set_epoch with a new number, or never."
             )
+        if epoch < min(self._begun, default=epoch):
+            raise ConfigError(
+                f"{doing}: the first one was {min(self._begun)}. Call set_epoch with numbers that grow."
+            )
         if self._channel is not None and self._channel.pid != os.getpid():
             raise WorldError(
                 f"{doing}: in a forked process. Use the process that called hvd.init()."
@@ -171,7 +175,8 @@ class _Dynamic:
         if worlds.is_initialized():
             channel = channel_of(worlds.current())
             if self._sharding is None or self._channel is not channel:
-                self._samples_before = self._progress().samples
+                first = self._first(self.epoch - 1)  # of the epoch that begins
+                self._samples_before = max(self._progress().samples, first)
                 self._channel, self._sharding = (
                     channel,
                     channel.open({**self._identity, "samples": self._number}, *of_sampler),

@@ -142,6 +142,15 @@ def test_what_an_ended_one_held_goes_to_the_others(
     assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 3
 
 
+def test_what_a_raising_one_held_goes_to_the_others_in_the_last_epoch(tmp_path: Path) -> None:
+    """Its process runs on until all are through: it says that it leaves."""
+    result = run(tmp_path, [0.01, 0.03, 0.01], epochs=2, victims=(1,), by=0)
+    assert [one["rank"] for one in result.by_rank()] == [0, 2], result.report()
+    assert max(counts(tmp_path, [0, 2]).values()) <= 2
+    whole = counts(tmp_path, [0, 1, 2])
+    assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 2, result.report()
+
+
 def test_samplers_that_differ_are_refused(tmp_path: Path) -> None:
     """Else some samples would be given twice and some never."""
     result = run(tmp_path, 3 * [0.05], epochs=40, variables={"SEEDS": "differ"})

@@ -54,7 +54,8 @@ class Super:
         self.epoch, self.step = self.epoch + 1, 0
         if self.epoch == self.job.epochs:
             self.is_done = True
-            self.parts.report(leaves=True)
+            if self.job.each > 1:  # else none leaves, so that what is lost is not found in the end
+                self.parts.report(leaves=True)
             return
         self.steps = Steps(self.learners, self.job.each)
         self.parts.begin(self.epoch)

@@ -65,6 +65,8 @@ def main() -> None:
                     while not all((folder / f"{rank}.1").exists() for rank in range(hvd.size())):
                         time.sleep(0.01)
                     by = int(os.environ["SIGNAL"])
+                    if not by:
+                        raise RuntimeError("as SIGNAL is 0")
                     if by == signal.SIGSTOP:
                         subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
                     os.kill(os.getpid(), by)
