@@ -17,12 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner import say
+from learner import DEADLINE_S, say
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_adpsgd.torch as hvd
 
 SIZE, BATCH = int(os.environ.get("SIZE", "403")), 4
+
+
+def wait_for_leaving(sampler: Any, victims: set[int]) -> None:
+    """Wait until these have said that they leave: the others must not be through before."""
+    ends = time.monotonic() + DEADLINE_S
+    while sampler._sharding.parts._departed != victims:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"{victims} have not left")
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -70,6 +79,8 @@ def main() -> None:
                     if by == signal.SIGSTOP:
                         subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
                     os.kill(os.getpid(), by)
+                if epoch == 1 and step == 3 and os.environ["SIGNAL"] == "0":
+                    wait_for_leaving(sampler, set(victims))
                 time.sleep(pauses[hvd.rank()])
                 optimizer.zero_grad()
                 called(batch.float().unsqueeze(1)).sum().backward()
