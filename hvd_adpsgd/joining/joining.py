@@ -322,7 +322,7 @@ def _met_as_candidate(
     """Return the new connections and engines; None if the job puts this super learner off.
 
     Raises:
-        PeerFailedError: if the job goes on without this super learner.
+        PeerFailedError: if the job continues without this super learner.
     """
     ends = time.monotonic() + 2 * RECONNECT_S  # later than the other learners, which give up first
     gather = Gather(world, len(offer.placements), ends, candidate)

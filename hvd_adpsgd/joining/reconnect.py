@@ -42,7 +42,7 @@ _VALUE, _MADE = "value", "made"  # of a gather before the connections are made, 
 class Gather:
     """Gathers a value from each learner of the job and of the joining super learner, by rank.
 
-    If a learner of one side fails, the others there leave the gathers of `connect_anew` and go on to `made`,
+    If a learner of one side fails, the others there leave the gathers of `connect_anew`, and gather `made`
     while the other side still waits in an earlier one. So each message says of which kind it is.
 
     Args:

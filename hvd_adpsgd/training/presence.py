@@ -51,19 +51,19 @@ def held(world: World, doing: str, by_job: bool = False) -> Iterator[list[Averag
     for stop in (stop_dropped, stop_unreferenced):
         optimizers: list[Any] = []
         stop()
-        mine = live()
-        optimizers = [averaging.optimizer() for averaging in mine]  # keeps the optimizers alive
-        told = world.collectives.gather(doing, (world.super_rank, [a.number for a in mine]))
-        if all(numbers == told[0][1] for _, numbers in told):
+        own = live()
+        optimizers = [averaging.optimizer() for averaging in own]  # keeps the optimizers alive
+        held_by = world.collectives.gather(doing, (world.super_rank, [a.number for a in own]))
+        if all(numbers == held_by[0][1] for _, numbers in held_by):
             break
     concerned = [
-        set(numbers) for super_rank, numbers in told if by_job or super_rank == world.super_rank
+        set(numbers) for super_rank, numbers in held_by if by_job or super_rank == world.super_rank
     ]
     common = set.intersection(*concerned)
-    for averaging in mine:
+    for averaging in own:
         if averaging.number not in common:
             stop_as_dropped(averaging, doing)
-    yield [averaging for averaging in mine if averaging.number in common]
+    yield [averaging for averaging in own if averaging.number in common]
     del optimizers
 
 

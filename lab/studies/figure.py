@@ -41,10 +41,7 @@ def draw_families(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    size = (1.2 + 4.3 * len(panels), 4.8)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = _panels(plt, len(panels))
     for axis, (name, schemes) in zip(axes[0], panels.items(), strict=True):
         styles = dict(zip(schemes, itertools.cycle(_LINES), strict=False))
         styles |= {reference: _REFERENCE} if reference in runs else {}
@@ -87,10 +84,7 @@ def draw_batches(
     require("matplotlib", "matplotlib").use("Agg")
     import matplotlib.pyplot as plt
 
-    size = (1.2 + 4.6 * len(panels), 4.8)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, axes = _panels(plt, len(panels))
     for axis, (name, schemes) in zip(axes[0], panels.items(), strict=True):
         styles = itertools.cycle((_REFERENCE, *_LINES))
         for place, (scheme, style) in enumerate(zip(schemes, styles, strict=False)):
@@ -161,6 +155,12 @@ def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
     axis.set_xticks(ticks, ticks, minor=False)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
+
+
+def _panels(plt, number: int):
+    """Return a figure of panels in one row, and their axes, in a row of a matrix."""
+    size = (1.2 + 4.4 * number, 4.8)
+    return plt.subplots(1, number, figsize=size, sharey=True, squeeze=False, layout="constrained")
 
 
 def _finish(figure, axes, title: str, path: Path) -> None:

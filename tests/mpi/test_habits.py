@@ -28,9 +28,9 @@ def trained() -> dict[str, list[dict[str, Any]]]:
 
 def said(case: str) -> list[dict[str, Any]]:
     """What each learner said, by rank."""
-    everybody = trained()[case]
-    assert len(everybody) == 4, f"{case}: {everybody}"
-    return everybody
+    learners = trained()[case]
+    assert len(learners) == 4, f"{case}: {learners}"
+    return learners
 
 
 @pytest.mark.parametrize("spec", IN_STEP)

@@ -123,7 +123,7 @@ class Scenario:
         return {rank for rank in ranks if self.rng.random() < share}
 
     def arrive(self) -> None:
-        """Messages of some senders go on to the receiver."""
+        """Deliver the messages of some senders."""
         for rank, (late, box) in enumerate(zip(self.late, self.job.boxes, strict=True)):
             late += box
             of = self.chosen(self.job.living)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.data import samplers
 from hvd_adpsgd.data.ranges import EPOCH, count
+from hvd_adpsgd.data.sharding import Sharding, View
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import ConfigError, StrategyMismatchError
 from hvd_adpsgd.torch import dynamic_sampler
@@ -113,10 +114,29 @@ def test_wrong_use_is_refused() -> None:
         with pytest.raises(ConfigError, match="give an integer"):
             hvd.DynamicSampler(**wrong)  # type: ignore[arg-type]
     sampler = hvd.DynamicSampler(3)
+    sampler.set_epoch(5)
     list(sampler)
-    sampler.set_epoch(0)
-    with pytest.raises(ConfigError, match="begun before"):
+    for epoch in (5, 2):
+        sampler.set_epoch(epoch)
+        with pytest.raises(ConfigError, match="numbers that grow"):
+            list(sampler)
+    sampler = hvd.DynamicSampler(3)
+    sampler.set_ends([2])
+    assert len(list(sampler)) == 2
+    with pytest.raises(ConfigError, match="set_ends has named 1 iterations"):
         list(sampler)
+
+
+def test_samples_are_kept_when_a_new_optimizer_counts_from_0() -> None:
+    made = [10]
+    sharding = Sharding(0, [[0]], 1, lambda: None, lambda _: 12, 4, False, lambda: made[0])
+    sharding.talk(View([[0]], frozenset((0,))), [])
+    steps = sharding.begin(0)
+    for made[0] in (10, 11, 12):
+        next(steps)
+    before = sharding.samples()
+    made[0] = 0
+    assert sharding.samples() >= before > 0
 
 
 @pytest.mark.parametrize("drops", [False, True])

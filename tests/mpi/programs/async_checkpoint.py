@@ -54,7 +54,7 @@ def main() -> None:
         if is_last and what == "late":
             then = min(steps[:LAST]) + SLOWER
             ahead = lambda: min(steps[:LAST]) >= then or Path("enough").exists()  # noqa: E731
-            wait_for(ahead, "the others go on")
+            wait_for(ahead, "further steps of the others")
         elif is_last and steps[LAST] == 5:
             Path("pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -89,7 +89,7 @@ def main() -> None:
         if is_last and step == 5:
             (folder / f"inside.{os.getpid()}").touch()
             if what == "late":
-                wait_for(have_gone_on, "the others go on")
+                wait_for(have_gone_on, "further steps of the others")
             elif what in ("stopped", "resumed"):
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif what == "joined" and "HVD_ADPSGD_JOIN" not in os.environ:
