@@ -23,6 +23,7 @@ At most once among the living: the grants of two servers of a part are disjoint,
 server either were accepted before the answer, and are not free, or are refused. Failures are final, so two
 living super learners never serve one part: each Recover comes from further on in the ring than the one
 before, until all make new connections, after which all count the living alike.
+A super learner that says that it leaves counts as failed from then on: its process may run on for long.
 At least once: what a failed super learner held and has not reported as consumed is free again.
 
 Messages arrive in order. With new connections, some may be lost: questions and facts are sent again.

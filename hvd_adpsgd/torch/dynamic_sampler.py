@@ -147,13 +147,14 @@ class _Dynamic:
 
     def _require_usable(self, epoch: int) -> None:
         doing = f"{type(self).__name__}, epoch {epoch}"
-        if epoch in self._begun:
+        if epoch in self._begun or epoch < min(self._begun, default=epoch):
             raise ConfigError(
-                f"{doing}: it was begun before. Call set_epoch with a new number, or never."
+                f"{doing}: the first one was {min(self._begun)}, and each is begun once. Call set_epoch with "
+                "numbers that grow, or never."
             )
-        if epoch < min(self._begun, default=epoch):
+        if self._ends and epoch + 1 >= len(self._ends):
             raise ConfigError(
-                f"{doing}: the first one was {min(self._begun)}. Call set_epoch with numbers that grow."
+                f"{doing}: set_ends has named {len(self._ends) - 1} iterations. Name more."
             )
         if self._channel is not None and self._channel.pid != os.getpid():
             raise WorldError(
