@@ -34,7 +34,8 @@ def test_a_newcomer_from_another_host_makes_two_three(tmp_path: Path, by_ssh: bo
         out = {"env": env, "stdout": file, "stderr": subprocess.STDOUT}
         with cluster.started(job, **out) as running:
             listeners = printed(r"HVD_ADPSGD_JOIN=(\S+)", log, running)
-            told = ["env", f"HVD_ADPSGD_JOIN={listeners}", secret, *program]
+            path = f"PYTHONPATH={env['PYTHONPATH']}"  # ssh passes none on
+            told = ["env", path, f"HVD_ADPSGD_JOIN={listeners}", secret, *program]
             command = ["ssh", "node3", f"cd {Path.cwd()};", *told] if by_ssh else told
             with cluster.started(command, host="node1" if by_ssh else "node3", **out) as candidate:
                 assert candidate.wait(TIMEOUT_S) == 0, log.read_text()
