@@ -79,7 +79,7 @@ def main() -> None:
                     if by == signal.SIGSTOP:
                         subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
                     os.kill(os.getpid(), by)
-                if epoch == 1 and step == 3 and os.environ["SIGNAL"] == "0":
+                if epoch == 1 and step == 3 and os.environ.get("SIGNAL") == "0":
                     wait_for_leaving(sampler, set(victims))
                 time.sleep(pauses[hvd.rank()])
                 optimizer.zero_grad()
