@@ -1,10 +1,10 @@
 """How a learner's process exits: in bounded time, with any failure visible in the job's exit status.
 
-    all learners reach the shutdown barrier     MPI_Finalize, then the script's own status; in place of 0
-                                                FAILED_STATUS on the first of those that have failed
+    all learners reach the shutdown barrier     MPI_Finalize, then the script's own status
     some learners do not reach it               no MPI_Finalize, which would wait for them without
                                                 bound; the first surviving learner exits last, because
-                                                the launcher reports only the last status
+                                                the launcher reports only the last status: after a
+                                                failure FAILED_STATUS in place of 0
 
 Worlds record in `exit_state` what the exit depends on; `at_exit` receives the functions to call.
 """
@@ -113,14 +113,12 @@ class ExitState:
         has_begun: whether init() has succeeded once.
         stuck: the call in which a thread of this process hangs, and what that call waits for; "" if none.
         failed: ranks of learners that have failed, or leave because of a failure, as known to this process.
-        has_failures: whether any learner has failed, as known to this process or to another learner.
         barrier: the barrier that the last shutdown(), or init(), did not complete; None if it completed.
         ends: deadline of the last shutdown(), of time.monotonic.
         is_over: whether the script has ended and exit handlers run.
         exit_status: the last argument of sys.exit, exit or quit.
         script: the outermost frame of the script.
         at_end: functions to call, in this order, before MPI or the connections are closed.
-        verdict: status with which this process exits if its own status is 0.
     """
 
     finalizes: bool = False
@@ -129,20 +127,22 @@ class ExitState:
     has_begun: bool = False
     stuck: str = ""
     failed: tuple[int, ...] = ()
-    has_failures: bool = False
     barrier: ShutdownBarrier | None = None
     ends: float = 0.0
     is_over: bool = False
     exit_status: object = None
     script: FrameType | None = None
     at_end: list[Callable[[], object]] = field(default_factory=list)
-    verdict: int = 0
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a learner has failed, or this one hangs."""
+        return bool(self.failed or self.stuck)
 
     def lacks_others(self, everyone: Any) -> None:
         """Record that init() failed because of other learners, for which MPI_Finalize would wait."""
         self.barrier = ShutdownBarrier(everyone, tuple(range(everyone.Get_size())))
         self.failed = tuple(self.barrier.ended())
-        self.has_failures = bool(self.failed)
 
 
 exit_state = ExitState()  # the state of this process
@@ -226,10 +226,8 @@ class Teardown:
             MPI finalized.
         """
         barrier = self._barrier
-        membership, ranks = self._membership, set(barrier.ranks)
-        lacks = membership.own_failed or not ranks.issuperset(membership.failed_ranks())
-        told = _meet(barrier, (self.fails, lacks), ends)
-        membership.fail([rank for rank, (fails, _) in (told or {}).items() if fails])
+        told = _meet(barrier, self.fails, ends)
+        self._membership.fail([rank for rank, fails in (told or {}).items() if fails])
         # the barrier may be complete on this learner, but not on a learner that has timed out and exited
         clean = stopped and told is not None and not barrier.ended()
         exit_state.barrier, exit_state.ends = None if clean else barrier, ends
@@ -237,12 +235,6 @@ class Teardown:
         if not clean:
             self._note_dead(left)
         exit_state.failed = self._membership.failed_ranks()
-        exit_state.has_failures = bool(exit_state.failed) or not stopped
-        # one learner tells, as Open MPI's launcher ends the job at a second status that is not 0
-        tells = [rank for rank, (_, lacks) in (told or {}).items() if lacks]
-        exit_state.verdict = FAILED_STATUS if clean and tells[:1] == [barrier.rank] else 0
-        if not clean:
-            exit_state.has_failures = _any_failure(barrier, exit_state.has_failures, ends)
         return clean
 
     def ends_last(self, seconds: float) -> bool:
@@ -301,14 +293,12 @@ class Teardown:
         free(self._barrier.comm)
 
 
-def _meet(
-    barrier: ShutdownBarrier, mine: tuple[bool, bool], ends: float
-) -> dict[int, tuple[bool, bool]] | None:
-    """Wait for all learners at the shutdown barrier; return what each of them tells, by rank in the job.
+def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> dict[int, bool] | None:
+    """Wait for all learners at the shutdown barrier; return, by rank in the job, which of them fail.
 
     Args:
         barrier: the barrier of all learners.
-        mine: whether this learner exits because of a failure, and whether the job has failed (see meet).
+        fails: whether this learner exits because of a failure.
         ends: deadline, of time.monotonic.
 
     Returns:
@@ -317,32 +307,11 @@ def _meet(
     """
     try:
         with mpi_failures("shutdown"):
-            told = gather_once(barrier.messages, mine, ends)
+            told = gather_once(barrier.messages, fails, ends)
     except TransportError as error:
         log.info("shutdown() no longer waits for the other learners: %s", error)
         return None
     return None if told is None else dict(zip(barrier.ranks, told, strict=True))
-
-
-def _any_failure(barrier: ShutdownBarrier, mine: bool, ends: float) -> bool:
-    """Return whether any learner at the shutdown barrier knows of a failure; `mine` after a timeout.
-
-    Args:
-        barrier: the barrier of all learners.
-        mine: whether this learner knows of a failure.
-        ends: deadline, of time.monotonic.
-    """
-    messages = barrier.messages
-    if messages.agreement.voted:  # the barrier timed out before its decision
-        return mine
-    try:
-        with mpi_failures("shutdown"):
-            decision = messages.decision(messages.vote(not mine), ends)
-            messages.flush(ends=time.monotonic() + _FLUSH_S)  # this process may end next
-    except TransportError as error:
-        log.info("shutdown() no longer waits for the other learners: %s", error)
-        return mine
-    return mine or (decision is not None and not decision.flag)
 
 
 def leave_behind(messages: Messages, fails: bool = False) -> None:
@@ -457,13 +426,13 @@ def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) ->
     exit_state.watched = os.getpid()
 
 
-def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:
-    """At exit: shut down, then end MPI, in bounded time."""
+def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], float]) -> int:
+    """At exit: shut down, then end MPI, in bounded time; return the status in place of 0."""
     # a forked child, not a learner: it must not run the destructors of Horovod and Gloo, which join threads
     # that do not exist in the child
     if os.getpid() != pid:
         process_exit.end_without_finalize(True)
-        return
+        return 0
     seconds = patience_s()
     exit_state.is_over = True
     with contextlib.suppress(Exception):  # shut_down has logged it; an exit handler cannot raise
@@ -472,27 +441,25 @@ def _leave(pid: int, shut_down: Callable[[], object], patience_s: Callable[[], f
     for act in exit_state.at_end:
         act()
     if exit_state.hub is not None and not exit_state.finalizes:
-        _leave_hub(exit_state.hub)
-        return
+        return _leave_hub(exit_state.hub)
+    status = 0
     if exit_state.finalizes and is_under_mpi() and not _ended_mpi(seconds):
         last = _ends_last()
         if last and ulfm_enabled():
             _release_launcher()
-        _end_without_finalize(last, last)
-    elif exit_state.verdict:
-        process_exit.end_without_finalize(True, exit_state.verdict)
+        status = _end_without_finalize(last, last)
     set_running(False)
+    return status
 
 
-def _leave_as_child(leave: Callable[[], object]) -> None:
-    """Call `leave` in a child of multiprocessing; exit with FAILED_STATUS if it set that as verdict.
+def _leave_as_child(leave: Callable[[], int]) -> None:
+    """Call `leave` in a child of multiprocessing; exit with the status that it returns, if that is not 0.
 
     A forked child runs no exit handlers, Python's or C's, so process_exit would not set the child's status.
     """
-    leave()
-    if exit_state.verdict and sys.exc_info()[1] is None:
+    if (status := leave()) and sys.exc_info()[1] is None:
         flush_output()
-        os._exit(exit_state.verdict)
+        os._exit(status)
 
 
 def flush_output() -> None:
@@ -502,18 +469,16 @@ def flush_output() -> None:
             stream.flush()
 
 
-def _leave_hub(hub: Hub) -> None:
+def _leave_hub(hub: Hub) -> int:
     """Close the connections; after a failure the first surviving learner exits last, with FAILED_STATUS."""
     is_clean = exit_state.barrier is None and not exit_state.stuck
     last = not is_clean and _ends_last()
     hub.close()
-    if not is_clean:  # exit handlers that run later may wait for a thread that is left behind
-        _end_without_finalize(True, last)
-    elif exit_state.verdict:
-        process_exit.end_without_finalize(True, exit_state.verdict)
+    # exit handlers that run later may wait for a thread that is left behind
+    return 0 if is_clean else _end_without_finalize(True, last)
 
 
-def _end_without_finalize(keeps_status: bool, last: bool) -> None:
+def _end_without_finalize(keeps_status: bool, last: bool) -> int:
     """Exit without MPI_Finalize (see process_exit); the last process exits with FAILED_STATUS in place of 0.
 
     Each learner of a failed super learner exits with FAILED_STATUS too: if a peer does not know of the
@@ -521,8 +486,9 @@ def _end_without_finalize(keeps_status: bool, last: bool) -> None:
     """
     barrier = exit_state.barrier
     tells = last or (barrier is not None and barrier.rank in exit_state.failed)
-    exit_state.verdict = FAILED_STATUS if tells and exit_state.has_failures else 0
-    process_exit.end_without_finalize(keeps_status, exit_state.verdict)
+    status = FAILED_STATUS if tells and exit_state.has_failures else 0
+    process_exit.end_without_finalize(keeps_status, status)
+    return status
 
 
 def _ended_mpi(seconds: float) -> bool:

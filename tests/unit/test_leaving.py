@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from hvd_adpsgd.engine.agreement import Agreement
 from hvd_adpsgd.lifecycle import shutdown
-from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import ShutdownBarrier, Teardown, _is_last
 from hvd_adpsgd.messaging.messages import COMPLETE, Messages
@@ -104,7 +103,7 @@ from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 def learner():
     shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
     shutdown.exit_state.barrier = {barrier}
-    shutdown.exit_state.has_failures = True
+    shutdown.exit_state.failed = (9,)
     shutdown.at_exit(lambda: print(shutdown.script_fails()), lambda: 1.0)
     {end}
 
@@ -138,7 +137,7 @@ from hvd_adpsgd.lifecycle import shutdown
 from hvd_adpsgd.lifecycle.exit_status import FAILED_STATUS
 shutdown.exit_state.hub = SimpleNamespace(close=lambda: None)
 shutdown.exit_state.barrier = {ALONE}
-shutdown.exit_state.has_failures = True
+shutdown.exit_state.failed = (9,)
 shutdown.at_exit(lambda: None, lambda: 1.0)
 """
 
@@ -159,7 +158,7 @@ def test_a_failure_of_others_is_the_status_whatever_the_output_is(end, status):
     assert said.returncode == status, said.stderr
 
 
-@pytest.mark.parametrize(("failed", "status"), [((), 0), ((0, 1), 0), ((0, 3), 75)])
+@pytest.mark.parametrize(("failed", "status"), [((9,), 0), ((0, 1), 0), ((0, 3), 75)])
 def test_a_learner_of_a_failed_super_learner_tells_it_itself(failed, status):
     """Here learner 3, while all others run. They may not know of the failure, and leave it to this one."""
     others = "SimpleNamespace(rank=3, ranks=(0, 1, 2, 3), ended=lambda: set())"
@@ -288,7 +287,7 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
         teardown = Teardown(ShutdownBarrier(network, (0, 1, 2, 3)), membership, mates, done)
         clean = teardown.meet(True, time.monotonic() + 60, lambda: left)
         assert (shutdown.exit_state.barrier is None) is clean
-        return clean, 3 in membership.failed_ranks(), bool(shutdown.exit_state.has_failures)
+        return clean, 3 in membership.failed_ranks(), bool(shutdown.exit_state.failed)
 
     with caplog.at_level("WARNING", "hvd_adpsgd"), ThreadPoolExecutor(3) as learners:
         ends = list(learners.map(shut_down, range(3)))
@@ -304,43 +303,6 @@ def test_all_learners_know_of_a_death_that_one_of_them_has_seen(
         told = "learner 3 was declared failed by the others while all were leaving, because"
         (record,) = caplog.records
         assert record.getMessage().startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("failing", "raises"), [(set(), False), ({1}, False), ({1, 2}, False), (set(), True)]
-)
-def test_one_learner_tells_of_those_that_have_failed_and_come_to_the_end(
-    failing: set[int], raises: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their scripts have caught the error, so that all end with status 0 by themselves.
-
-    A script that ends by an exception has a status of its own, unless it caught that, and called shutdown().
-    """
-    monkeypatch.setattr(shutdown, "script_fails", lambda: raises)
-    inboxes: list[queue.SimpleQueue[tuple[int, int, Any]]] = [queue.SimpleQueue() for _ in range(3)]
-    monkeypatch.setattr(shutdown, "exit_state", threading.local())
-
-    def shut_down(rank: int) -> tuple[bool, int]:
-        membership = Membership([(0,), (1,), (2,)], ["a", "b", "c"], rank)
-        membership.fail(failing & {rank})
-        barrier = ShutdownBarrier(SharedNetwork(rank, inboxes), (0, 1, 2))
-        teardown = Teardown(barrier, membership, (rank,), np.zeros(1, dtype=np.uint8))
-        teardown.has_begun = True
-        clean = teardown.meet(True, time.monotonic() + 60, set)
-        return clean, shutdown.exit_state.verdict
-
-    with ThreadPoolExecutor(3) as learners:
-        ends = list(learners.map(shut_down, range(3)))
-    assert ends == [(True, FAILED_STATUS * (rank == min(failing, default=3))) for rank in range(3)]
-
-
-@pytest.mark.parametrize("hub", ["None", "SimpleNamespace(close=lambda: None)"])
-@pytest.mark.parametrize(("end", "status"), [("pass", 75), ("sys.exit(3)", 3)])
-def test_the_verdict_is_the_status_in_place_of_0(hub: str, end: str, status: int) -> None:
-    at_end = f"shutdown.exit_state.barrier, shutdown.exit_state.hub = None, {hub}\n"
-    at_end += f"shutdown.exit_state.verdict = 75\n{end}"
-    said = subprocess.run([sys.executable, "-c", LAST + at_end], capture_output=True, text=True)
-    assert said.returncode == status, said.stderr
 
 
 def test_a_leave_that_arrives_after_the_decision_is_waited_for(
