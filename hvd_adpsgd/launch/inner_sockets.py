@@ -44,8 +44,9 @@ def break_recorded() -> None:
     """Break the connections of the recorded sockets: what waits for them, in any thread, gets an error."""
     for handle, _ in _open_still():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
-            # not those that listen: Gloo ends the process if its own fails
-            if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            # not those that listen: Gloo ends the process if its own fails; nor those that wake a thread
+            listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not listens and copy.family != socket.AF_UNIX:
                 copy.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,7 +1,9 @@
 """Learners of a super learner over torch.distributed that agree on operations, in one process."""
 
 import errno
+import functools
 import os
+import queue
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.errors import LaunchError, LearnerFailedError
 from hvd_adpsgd.inner.over_torch import negotiation
-from hvd_adpsgd.inner.over_torch.link import Link
+from hvd_adpsgd.inner.over_torch.link import connect
 from hvd_adpsgd.inner.over_torch.names import HorovodInternalError
 from hvd_adpsgd.inner.over_torch.negotiation import Negotiation
 from hvd_adpsgd.inner.over_torch.pending import Pending
@@ -24,18 +26,26 @@ LONGEST_S = 60.0  # of what takes milliseconds
 NAMES = (3, 4, 5)  # ranks in the job, of which messages tell
 
 
-def linked() -> tuple[Link, Link]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        return Link(one), Link(server.accept()[0])
-
-
 @pytest.fixture
 def learners() -> Iterator[list[Negotiation]]:
-    """Three learners, whose operations run at once and do nothing."""
-    links: list[dict[int, Link]] = [{}, {}, {}]
-    for rank in (1, 2):
-        links[0][rank], links[rank][0] = linked()
+    """Three learners, whose operations run at once and do nothing; strangers keep none of them out."""
+    address: queue.Queue[Any] = queue.Queue()
+
+    def gather(value: Any) -> list[Any]:
+        if value is not None:
+            address.put(value)
+            address.put(value)
+            return []
+        found = address.get(timeout=LONGEST_S)
+        with socket.create_connection(found[:2]) as stranger:
+            stranger.sendall(bytes(20))
+        return [found]
+
+    def connected(rank: int) -> dict[int, socket.socket]:
+        return connect(rank, 3, "127.0.0.1", gather, LONGEST_S)
+
+    connecting = [in_thread("connect", functools.partial(connected, rank)) for rank in range(3)]
+    links = [each.result(LONGEST_S) for each in connecting]
 
     def run(works: Any) -> str:
         for _, pending in works:
@@ -56,28 +66,8 @@ def announced(negotiation: Negotiation, name: str, own: Any = None) -> Pending:
     return pending
 
 
-def test_both_ends_send_more_than_the_connection_takes_before_either_receives() -> None:
-    """A blocking send waits until the other end receives, which waits in its own send."""
-    ends = linked()
-    message = "x" * 2**24
-
-    def talk() -> list[str]:
-        for end in ends:
-            end.send(message)
-        assert all(end.is_sending for end in ends), "a larger message is needed"
-        received: list[list[str]] = [[], []]
-        while not all(received):
-            for end, its in zip(ends, received, strict=True):
-                end.push()
-                its += [] if its else end.receive()
-        return [*received[0], *received[1]]
-
-    assert in_thread("talk", talk).result(LONGEST_S) == [message] * 2
-    for end in ends:
-        end.close()
-
-
 def test_long_announcements_pass_each_other(learners: list[Negotiation]) -> None:
+    """A blocking send waits until the other end receives, which waits in its own send."""
     long = "x" * 2**22
     pendings = [announced(one, f"{i}", long) for i in range(3) for one in learners]
     for pending in pendings:

@@ -1,9 +1,9 @@
 """The two threads of each learner: one agrees with its super learner on what runs next, one runs it."""
 
+import asyncio
 import contextlib
 import logging
 import queue
-import selectors
 import socket
 import threading
 import time
@@ -28,6 +28,7 @@ _STALL_S, _STALL_LOOK_S = 60.0, 15.0  # as Horovod's stall check; between two lo
 #   failed  from learner 0  the rank of a learner that has ended or on which an operation failed, and which
 #   ended   to learner 0    this learner runs nothing any more
 #   close   from learner 0  no learner runs anything any more
+#   lost    of a listener   the connection has ended
 
 
 class Negotiation:
@@ -39,7 +40,7 @@ class Negotiation:
     Args:
         rank: this learner's rank in the super learner.
         names: ranks in the job of the learners of the super learner, for messages.
-        links: connections, by rank: of learner 0 to all others, of every other learner to 0.
+        connections: by rank: of learner 0 to all others, of every other learner to 0.
         transfers: runs the operations.
         interrupt: ends an operation that waits for a learner that has ended.
     """
@@ -48,17 +49,20 @@ class Negotiation:
         self,
         rank: int,
         names: Sequence[int],
-        links: dict[int, Link],
+        connections: dict[int, socket.socket],
         transfers: Transfers,
         interrupt: Callable[[], object],
     ):
-        self._rank, self._links, self._transfers = rank, links, transfers
+        self._rank, self._connections, self._transfers = rank, connections, transfers
+        self._links: dict[int, Link] = {}
         self._names = names
         self._interrupt = interrupt
         self._order = Order(names)
         self._lock = threading.Lock()
         self._pending: dict[str, Pending] = {}  # by name, until they are decided; guarded by _lock
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        # (rank, message) that has come; None: the other thread has run a batch
+        self._heard: asyncio.Queue[tuple[int, list[Any]] | None] = asyncio.Queue()
         self._batches: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
         self._undone = 0  # batches that are decided and not run; guarded by _lock
         self._decided: list[Pending] = []  # of these batches; guarded by _lock
@@ -66,12 +70,9 @@ class Negotiation:
         self._over: HorovodInternalError | None = None
         self._failed = False  # a learner has ended, or an operation has failed: nothing more is run
         self._has_run = self._has_said = False  # nothing runs any more; the others know
-        self._awaited = set(links)  # learners that have not said "ended"
+        self._awaited = set(connections)  # learners that have not said "ended"
         self._told: dict[str, float] = {}  # when an operation that waits was first seen
         self._look = 0.0  # when to look again for operations that stall, of time.monotonic
-        self._awake, self._bell = socket.socketpair()
-        for end in (self._awake, self._bell):
-            end.setblocking(False)
         self._runner = threading.Thread(target=self._run, name="hvd_adpsgd.inner.run", daemon=True)
         self._agreer = threading.Thread(
             target=self._agree, name="hvd_adpsgd.inner.agree", daemon=True
@@ -95,86 +96,54 @@ class Negotiation:
                     "first, or give this one another name."
                 )
             self._pending[name] = pending
-        self._post(["ask", *pending.request])
+        self._post((self._rank, ["ask", *pending.request]))
 
     def stop(self) -> None:
         """End both threads, on all learners of the super learner; wait until this learner's have ended."""
-        self._post(["stop"])
+        self._post((self._rank, ["stop"]))
         self._agreer.join()
-        self._bell.close()
 
-    def close(self) -> None:
-        """Close the connections."""
-        for link in self._links.values():
-            link.close()
-
-    def _post(self, message: list[Any]) -> None:
-        self._asked.put(message)
-        self._ring()
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it rings already, or nobody listens any more
-            self._bell.send(b"x")
+    def _post(self, heard: tuple[int, list[Any]] | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._heard.put_nowait, heard)
 
     def _agree(self) -> None:
         why = HorovodInternalError("Horovod has been shut down.")
         try:
-            self._agree_until_closed()
+            self._loop.run_until_complete(self._agree_until_closed())
         except Exception as error:  # none is expected; without this, learners would wait for ever
             why = HorovodInternalError(f"the super learner's agreement failed: {error!r}")
             self._batches.put(None)
         self._fail(why, decided_too=True)
-        self.close()
-        self._awake.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._loop.close()
 
-    def _agree_until_closed(self) -> None:
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._awake, selectors.EVENT_READ, None)
-            for rank, link in self._links.items():
-                ready.register(link, selectors.EVENT_READ, rank)
-            while not (self._has_said and self._is_closed):
-                for rank, link in self._links.items():
-                    if link.fileno() in ready.get_map():
-                        writes = selectors.EVENT_WRITE if link.is_sending else 0
-                        ready.modify(link, selectors.EVENT_READ | writes, rank)
-                for key, events in ready.select(_STALL_LOOK_S):
-                    if key.data is None:
-                        self._take_own()
-                        continue
-                    if events & selectors.EVENT_WRITE:
-                        self._links[key.data].push()
-                    if events & selectors.EVENT_READ:
-                        self._take_from(key.data, ready)
-                if self._rank == 0:
-                    self._decide()
-                    self._tell_stalled()
-                if self._has_run and not self._has_said:
-                    self._has_said = True
-                    self._say_ended()
+    async def _agree_until_closed(self) -> None:
+        for rank, connection in self._connections.items():
+            self._links[rank] = Link(*await asyncio.open_connection(sock=connection))
+        listening = [self._loop.create_task(self._listen(*each)) for each in self._links.items()]
+        while not self._has_said or self._awaited:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STALL_LOOK_S):
+                    if (heard := await self._heard.get()) is not None:
+                        self._handle(*heard)
+            if self._rank == 0:
+                self._decide()
+                self._tell_stalled()
+            if self._has_run and not self._has_said:
+                self._has_said = True
+                self._say_ended()
+        for task in listening:
+            task.cancel()
+        for link in self._links.values():
+            await link.close()
 
-    @property
-    def _is_closed(self) -> bool:
-        return not self._awaited and not any(link.is_sending for link in self._links.values())
-
-    def _take_own(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._awake.recv(4096)
-        while True:
-            try:
-                message = self._asked.get_nowait()
-            except queue.Empty:
-                break
-            self._handle(self._rank, message)
-
-    def _take_from(self, rank: int, ready: selectors.BaseSelector) -> None:
-        try:
-            messages = self._links[rank].receive()
-        except EOFError:
-            ready.unregister(self._links[rank])
-            self._lost(rank)
-            return
-        for message in messages:
-            self._handle(rank, message)
+    async def _listen(self, rank: int, link: Link) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                self._heard.put_nowait((rank, await link.receive()))
+        self._heard.put_nowait((rank, ["lost"]))
 
     def _handle(self, rank: int, message: list[Any]) -> None:
         word, *rest = message
@@ -193,6 +162,8 @@ class Negotiation:
             self._tell_failed(
                 rank, f"an operation failed on learner {self._names[rank]}: {rest[0]}"
             )
+        elif word == "lost":
+            self._lost(rank)
         elif word == "failed":
             self._end_without(*rest)
         elif word == "ended":
@@ -299,13 +270,13 @@ class Negotiation:
                 "" if self._failed else self._transfers.run([w for w in works if not w[0].error])
             )
             if broken:
-                self._post(["broken", broken])
+                self._post((self._rank, ["broken", broken]))
             for decision, pending in works:
                 if decision.error and pending is not None:
                     pending.fail(HorovodInternalError(decision.error))
             with self._lock:
                 self._undone -= 1
                 self._decided = [pending for pending in self._decided if not pending.is_over]
-            self._ring()
+            self._post(None)
         self._has_run = True
-        self._ring()
+        self._post(None)

@@ -39,15 +39,15 @@ class World:
     ):
         size = len(names)
         self.rank, self.size, self.handles = rank, size, Handles()
-        links = connect(rank, size, address, gather, seconds) if size > 1 else {}
+        connections = connect(rank, size, address, gather, seconds) if size > 1 else {}
         try:
             store = store_of(rank, address, gather, seconds) if size > 1 else dist.HashStore()
             self.transfers = Transfers(rank, size, store, address, seconds)
         except BaseException:
-            for link in links.values():
-                link.close()
+            for connection in connections.values():
+                connection.close()
             raise
-        self.negotiation = Negotiation(rank, names, links, self.transfers, interrupt)
+        self.negotiation = Negotiation(rank, names, connections, self.transfers, interrupt)
         self.group = group
         self._counts: dict[str, int] = {}
         self._counting = threading.Lock()
