@@ -5,8 +5,9 @@
 
 Horovod's last release exists as source only, and needs changes to compile and to run today: those of
 patches/*.patch, each with its reasons. A finished wheel stays in the user's cache folder, under a key of
-everything the wheel depends on, so that its installation into the next environment takes seconds. This file
-imports the standard library only, because it runs before the package and its dependencies are installed.
+everything the wheel depends on, so that its installation into the next environment takes seconds; one for
+GPUs, which depends on CUDA and NCCL too, is built anew. This file imports the standard library only, because
+it runs before the package and its dependencies are installed.
 
 For a build with GPUs set the variables that Horovod documents (HOROVOD_GPU_OPERATIONS=NCCL,
 HOROVOD_CUDA_HOME, ...): they are passed on to Horovod's setup.py.
@@ -28,7 +29,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -73,11 +74,15 @@ class Machine(NamedTuple):
     settings: tuple[tuple[str, str], ...]  # HOROVOD_* variables of the build
     mpicc: str
     cxx: str
-    gpu: tuple[str, ...] = ()  # versions of CUDA and NCCL; empty for a build without GPUs
+
+    @property
+    def is_for_gpus(self) -> bool:
+        """Whether the settings ask for GPUs."""
+        return any(name.startswith("HOROVOD_GPU") for name, _ in self.settings)
 
     def key(self) -> str:
         """Return the name of this build in the cache; wheels of equal keys are interchangeable."""
-        relevant = (VERSION, SDIST_SHA256, patches(), self[:6], self.gpu)
+        relevant = (VERSION, SDIST_SHA256, patches(), self[:6])
         return hashlib.sha256(repr(relevant).encode()).hexdigest()[:12]
 
 
@@ -156,45 +161,6 @@ def find_cmake() -> str:
     return found
 
 
-def find_gpu(settings: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the versions of CUDA and NCCL of a build with GPUs; () if the settings ask for no GPUs.
-
-    Raises:
-        BuildError: if nvcc is missing.
-    """
-    wanted = sorted(n for n in settings if re.fullmatch(r"HOROVOD_GPU_[A-Z]+", n))
-    if not wanted or settings.get("HOROVOD_GPU") == "ROCM":
-        return ()
-    home = settings.get("HOROVOD_CUDA_HOME")
-    folders = [f"{home}/bin"] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
-    if nvcc is None:
-        raise BuildError(
-            f"{wanted[0]}={settings[wanted[0]]} asks for a build for GPUs, but nvcc was not found in "
-            f"{os.pathsep.join(folders)}. Install the CUDA toolkit and set HOROVOD_CUDA_HOME to its folder, "
-            f"or unset {wanted[0]}."
-        )
-    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    version = re.search(r"release [\d.]+.*", answer)
-    return (version[0] if version else "nvcc of unknown version", nccl_version(settings, nvcc))
-
-
-def nccl_version(settings: Mapping[str, str], nvcc: str) -> str:
-    """Return the version in the nccl.h that the build will find; the wheel may link NCCL statically."""
-    folders = [
-        settings.get("HOROVOD_NCCL_INCLUDE", ""),
-        os.path.join(settings.get("HOROVOD_NCCL_HOME", ""), "include"),
-        str(Path(nvcc).resolve().parent.parent / "include"),
-        "/usr/include",
-    ]
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            header = Path(folder, "nccl.h").read_text()
-            parts = re.findall(r"#define\s+NCCL_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header)
-            return f"NCCL {'.'.join(parts)}"
-    return "NCCL of unknown version"
-
-
 def describe_platform() -> str:
     features: set[str] = set()
     with contextlib.suppress(OSError):
@@ -207,7 +173,7 @@ def find_machine() -> Machine:
     """Return the versions and tools of this environment.
 
     Raises:
-        BuildError: if torch, MPI or a compiler is missing, or CUDA if the settings ask for GPUs.
+        BuildError: if torch, MPI or a compiler is missing.
     """
     torch, mpicc, cxx = find_torch(), find_mpicc(), find_compiler()
     settings = {name: os.environ[name] for name in os.environ if name.startswith(PASSED_ON)}
@@ -220,7 +186,6 @@ def find_machine() -> Machine:
         settings=tuple(sorted({**settings, **SETTINGS}.items())),
         mpicc=mpicc,
         cxx=cxx,
-        gpu=find_gpu(settings),
     )
 
 
@@ -479,13 +444,13 @@ def build(jobs: int, rebuild: bool, only_wheel: bool) -> None:
     if installed_version("horovod") == version and not rebuild and not only_wheel:
         say(f"{version} is installed already")
         return
-    described = (f"torch {machine.torch}", machine.mpi, machine.compiler, *machine.gpu)
+    described = (f"torch {machine.torch}", machine.mpi, machine.compiler)
     say(f"{VERSION} for {', '.join(described)}")
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f"{machine.key()}.lock"):
         kept = sorted((cache / machine.key()).glob("horovod-*.whl"))
-        if kept and not rebuild:
+        if kept and not (rebuild or machine.is_for_gpus):
             say("found in the cache")
             wheel = kept[-1]
         else:
