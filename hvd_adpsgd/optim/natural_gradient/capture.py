@@ -25,7 +25,6 @@ from hvd_adpsgd.optim.natural_gradient.fisher import Gathered, OnlineFisher
 from hvd_adpsgd.optim.natural_gradient.rows import (
     Patches,
     Rows,
-    RowsLike,
     as_rows,
     convolution_backward,
     square_sum,
@@ -106,7 +105,7 @@ class Tap:
     # ---- during the backward pass
 
     def collect(
-        self, x: RowsLike, dy: Rows, gradients: tuple[Tensor, Tensor | None] | None
+        self, x: Rows | Patches, dy: Rows, gradients: tuple[Tensor, Tensor | None] | None
     ) -> None:
         """Add the rows of one use of the map in a backward pass to its gradient and to its Fisher estimates.
 
@@ -156,7 +155,7 @@ class Tap:
     def _fishers(self) -> tuple[OnlineFisher, OnlineFisher]:
         return self.fisher_in, self.fisher_out
 
-    def _gather(self, x: RowsLike, dy: Rows, projected: Any, known: Any, ready: Any) -> None:
+    def _gather(self, x: Rows | Patches, dy: Rows, projected: Any, known: Any, ready: Any) -> None:
         gathered = []
         for fisher, rows, h, remaining, started in zip(
             self._fishers(), (x, dy), projected, known, ready, strict=True

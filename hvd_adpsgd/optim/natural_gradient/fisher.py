@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvd_adpsgd.errors import ConfigError
-from hvd_adpsgd.optim.natural_gradient.rows import Rows, RowsLike, square_sum
+from hvd_adpsgd.optim.natural_gradient.rows import Patches, Rows, square_sum
 
 EPSILON = 1e-10  # least eigenvalue, relative to the mean eigenvalue
 DELTA = 5e-4  # least eigenvalue, relative to the largest eigenvalue
@@ -138,7 +138,7 @@ class OnlineFisher:
         """Whether the present minibatch will update the Fisher estimate."""
         return self.updates < FIRST_UPDATES or self._skipped + 1 >= self.update_period
 
-    def start(self, rows: RowsLike, unit: Callable[[], float] = lambda: 1.0) -> bool:
+    def start(self, rows: Rows | Patches, unit: Callable[[], float] = lambda: 1.0) -> bool:
         """Start the Fisher estimate from the first minibatch, if it is not started yet.
 
         Args:
@@ -174,7 +174,7 @@ class OnlineFisher:
         return self._basis
 
     def gather(
-        self, rows: RowsLike, projected: Tensor, remaining: Tensor | None = None
+        self, rows: Rows | Patches, projected: Tensor, remaining: Tensor | None = None
     ) -> Gathered:
         """Return the sums over `rows`, to be added to the sums over the minibatch's other rows.
 

@@ -5,36 +5,10 @@ map X is in memory, except for its column of ones. For a convolution X is the un
 as large as the input itself: there the three products are computed by convolutions.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class RowsLike(Protocol):
-    """A minibatch of n rows of D numbers each, inputs or output derivatives of an affine map.
-
-    Attributes:
-        count: number of rows, n.
-        dim: number of columns, D, the appended column of ones included.
-        like: a tensor of the rows' device and dtype.
-    """
-
-    count: int
-    dim: int
-    like: Tensor
-
-    def project(self, basis: Tensor) -> Tensor:
-        """Return X W^T, shape (n, R), for a basis W of shape (R, D)."""
-        ...
-
-    def moment(self, projected: Tensor) -> Tensor:
-        """Return H^T X, shape (R, D), for H = `projected` of shape (n, R)."""
-        ...
-
-    def trace(self) -> Tensor:
-        """Return tr X X^T, the sum of all squares, a scalar in float64."""
-        ...
 
 
 class Rows:
@@ -43,6 +17,11 @@ class Rows:
     Args:
         x: matrix of shape (n, D), or (n, D - 1) with `one`; floating point.
         one: whether to append a one to every row; the ones are never stored.
+
+    Attributes:
+        count: number of rows, n.
+        dim: number of columns, D, the appended column of ones included.
+        like: a tensor of the rows' device and dtype.
     """
 
     def __init__(self, x: Tensor, one: bool = False) -> None:
@@ -52,11 +31,13 @@ class Rows:
         self.dim = x.shape[1] + one
 
     def project(self, basis: Tensor) -> Tensor:
+        """Return X W^T, shape (n, R), for a basis W of shape (R, D)."""
         if not self.one:
             return self.like @ basis.T
         return torch.addmm(basis[:, -1], self.like, basis[:, :-1].T)
 
     def moment(self, projected: Tensor) -> Tensor:
+        """Return H^T X, shape (R, D), for H = `projected` of shape (n, R)."""
         if not self.one:
             return projected.T @ self.like
         moment = projected.new_empty(projected.shape[1], self.dim)
@@ -65,6 +46,7 @@ class Rows:
         return moment
 
     def trace(self) -> Tensor:
+        """Return tr X X^T, the sum of all squares, a scalar in float64."""
         return square_sum(self.like) + (self.count if self.one else 0)
 
     def without(self, projected: Tensor, basis: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +58,7 @@ class Rows:
 
 
 class Patches:
-    """Rows of the unfolded input of a convolution: one row per position of the output.
+    """Rows of the unfolded input of a convolution, as `Rows`: one row per position of the output.
 
     Args:
         x: input of the convolution, shape (B, C, *size).
