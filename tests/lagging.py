@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvd_adpsgd.training.devices import Event, Host, Stream
+from hvd_adpsgd.training.devices import Device, Event, Stream
 
 
 class Scheduler:
@@ -127,7 +127,7 @@ class Lagging:
 
     def __init__(self, scheduler: Scheduler, trainer_lags: bool = False):
         self.scheduler = scheduler
-        own = Host(torch.device("cpu")).current()  # what waits there, the host waits for
+        own = Device(torch.device("cpu")).current()  # what waits there, the host waits for
         self._current: Stream = LaggingStream(scheduler, "trainer") if trainer_lags else own
         self._names = itertools.cycle(("up", "down"))  # in the order in which staging makes them
         self.pinned: list[int] = []  # addresses

@@ -2,14 +2,14 @@
 
 A stream runs operations in order, asynchronously to the host, and waits for events of other streams. The host
 waits in `Event.wait` only. `KINDS` has a class for each type of torch device that runs asynchronously to the
-host; tensors of all other types are on a `Host`.
+host; tensors of all other types are on the host, whose classes are the bases of the others.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,111 +20,72 @@ log = logging.getLogger("hvd_adpsgd")
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
-class Event(Protocol):
-    """A point in a stream's queue of operations."""
+class Event:
+    """A point in a stream's queue of operations; on the host it is past."""
 
     def done(self) -> bool:
         """Whether all operations before this event are done, and their results visible to the host."""
+        return True
 
     def wait(self) -> None:
         """Block the calling thread until all operations before this event are done."""
 
 
-class Stream(Protocol):
-    """Operations that a device carries out in order."""
+class Stream:
+    """Operations that a device carries out in order; the host does each before `do` returns."""
 
     def do(self, operation: Callable[[], object]) -> None:
         """Queue a torch operation on tensors of this device; the tensors must live until it is done."""
+        operation()
 
     def record(self) -> Event:
         """Return an event behind all operations that the stream has queued so far."""
+        return Event()
 
     def wait(self, event: Event) -> None:
-        """Let operations queued from now on begin after the event; the host does not wait."""
+        """Let operations queued from now on begin after the event; of a GPU, the host does not wait."""
+        event.wait()
 
 
-class Device(Protocol):
-    """A device, such as a GPU, that holds parameters of this learner."""
+@dataclass(frozen=True)
+class Device:
+    """A device that holds parameters: the host, for the CPU tensors of a model that is partly on a GPU."""
+
+    device: torch.device
 
     def current(self) -> Stream:
         """Return the stream in which the trainer's operations on this device run."""
+        return Stream()
 
     def stream(self) -> Stream:
         """Return a new stream of this device, which runs concurrently with the trainer's."""
+        return Stream()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized memory of the device, `nbytes` bytes as a uint8 tensor."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def flag(self) -> torch.Tensor:
         """Return a bool tensor of one element in host memory, to which a stream may copy."""
+        return torch.zeros((), dtype=torch.bool, device="cpu")
 
     def pin(self, memory: NDArray[np.uint8]) -> bool:
         """Page-lock host memory, so that copies to and from it do not block the host. False if that fails."""
+        return False
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
         """Unlock memory that `pin` has locked, before it is freed."""
 
 
 @dataclass(frozen=True)
-class Host:
-    """The host as a device, for the CPU tensors of a model that is partly on a GPU; it runs synchronously."""
-
-    device: torch.device
-
-    def current(self) -> Stream:
-        return _AtOnce()
-
-    def stream(self) -> Stream:
-        return _AtOnce()
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def flag(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.bool, device="cpu")
-
-    def pin(self, memory: NDArray[np.uint8]) -> bool:
-        return False
-
-    def unpin(self, memory: NDArray[np.uint8]) -> None:
-        pass
-
-
-class _AtOnce:
-    """A stream of the host: runs each operation before `do` returns."""
-
-    def do(self, operation: Callable[[], object]) -> None:
-        operation()
-
-    def record(self) -> Event:
-        return _Past()
-
-    def wait(self, event: Event) -> None:
-        event.wait()
-
-
-class _Past:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Cuda:
+class Cuda(Device):
     """A CUDA GPU, through torch.cuda."""
-
-    device: torch.device
 
     def current(self) -> Stream:
         return _CudaStream(torch.cuda.current_stream(self.device))
 
     def stream(self) -> Stream:
         return _CudaStream(torch.cuda.Stream(self.device))
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def flag(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=True)
@@ -164,7 +125,7 @@ class Cuda:
             torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
-class _CudaStream:
+class _CudaStream(Stream):
     def __init__(self, stream: Any):
         self._stream = stream
 
@@ -184,7 +145,7 @@ class _CudaStream:
             event.wait()
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     def __init__(self, event: Any):
         self.event = event
 
@@ -201,7 +162,7 @@ KINDS: dict[str, Callable[[torch.device], Device]] = {"cuda": Cuda}
 
 def device_of(tensor: torch.Tensor) -> Device:
     """Return the Device of a tensor; Devices of tensors on the same torch device are equal."""
-    return KINDS.get(tensor.device.type, Host)(tensor.device)
+    return KINDS.get(tensor.device.type, Device)(tensor.device)
 
 
 def is_staged(device: torch.device) -> bool:

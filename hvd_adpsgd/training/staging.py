@@ -51,7 +51,7 @@ import torch
 
 from hvd_adpsgd.engine.shard_memory import NO_SLOT, Area, ShardMemory
 from hvd_adpsgd.engine.turns import Mark, marked
-from hvd_adpsgd.training.devices import Device, Event, Host, device_of
+from hvd_adpsgd.training.devices import Device, Event, device_of
 
 log = logging.getLogger("hvd_adpsgd")
 
@@ -119,7 +119,7 @@ class Staging:
 
     def _pin(self, memory: ShardMemory) -> None:
         """Page-lock the memory that copies use, once: memory locked for one device is locked for all."""
-        away = [lane.device for lane in self._lanes.values() if not isinstance(lane.device, Host)]
+        away = [lane.device for lane in self._lanes.values() if type(lane.device) is not Device]
         for area in memory.areas:
             for part in (area.shared.memory, area.mirror if area.shared.front is None else None):
                 if away and part is not None and part.ctypes.data not in self._pinned:

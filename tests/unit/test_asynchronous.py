@@ -12,12 +12,12 @@ import torch
 
 from hvd_adpsgd.collectives.fifo_lock import FifoLock
 from hvd_adpsgd.torch import asynchronous
-from hvd_adpsgd.training.devices import Host
+from hvd_adpsgd.training.devices import Device
 
 DEADLINE_S = 60.0
 
 
-class PerThread(Host):
+class PerThread(Device):
     """A device whose current stream is another one in each thread, as CUDA's is."""
 
     log: ClassVar[list[tuple[str, str]]] = []

@@ -15,7 +15,7 @@ import torch
 
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.turns import LOOKS
-from hvd_adpsgd.training.devices import Host
+from hvd_adpsgd.training.devices import Device
 from hvd_adpsgd.training.staging import Staging
 from tests.staged import (
     CHUNK_NBYTES,
@@ -117,7 +117,7 @@ def test_a_piece_that_an_exchange_moves_next_is_copied_out_of_turn():
 def beside_the_host(seed: int) -> OnLagging:
     """Every second tensor is in the host's own memory."""
     place = OnLagging(seed, trainer_lags=False)
-    place.devices.append(Host(torch.device("cpu")))
+    place.devices.append(Device(torch.device("cpu")))
     return place
 
 
