@@ -30,7 +30,6 @@ from hvd_adpsgd.watching.reports import LATEST_S, Report, number, readable, whol
 log = logging.getLogger("hvd_adpsgd")
 
 _REPORTS = 7200  # reports until the interval grows, and then in each e-fold of the run's time
-_LOOK_S = 30.0  # time between two checks whether the file still exists
 _SAME_S = 5.0  # a change of state that several leaders record within this time is one event
 _STATES = ("suspect", "alive", "left", "failed", "joined")
 _MOST_SUPER_LEARNERS = 1_000_000
@@ -53,7 +52,6 @@ class Record:
         self.path = self.folder / f"{super_rank}.jsonl"
         self.every_s = every_s
         self._least_s, self._began_s = every_s, math.inf
-        self._next_look_s = -math.inf
         self._last: dict[int, float] = {}  # time of the last report, by super_rank
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,29 +82,10 @@ class Record:
             log.warning("record %s ends here, training continues: %s.", self.path, error.strerror)
             self._file = None
 
-    def look(self, now_s: float) -> None:
-        """Adapt the interval of reports; every 30 s end the record if the file was deleted or moved.
-
-        Args:
-            now_s: time of a clock that is never set (time.monotonic).
-        """
+    def thin(self, now_s: float) -> None:
+        """Adapt the interval of reports; `now_s` is of a clock that is never set (time.monotonic)."""
         self._began_s = min(self._began_s, now_s)
         self.every_s = max(self._least_s, (now_s - self._began_s) / _REPORTS)
-        if self._file is None or now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + _LOOK_S
-        try:
-            is_there = os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
-        except (FileNotFoundError, NotADirectoryError):
-            is_there = False
-        except OSError:  # the file system does not answer; if that lasts, the next write fails
-            return
-        if not is_there:
-            self.close()
-            log.warning(
-                "record %s ends here, training continues: the file has been deleted or moved.",
-                self.path,
-            )
 
     def close(self) -> None:
         """Close the files; idempotent."""

@@ -158,7 +158,7 @@ class Watcher:
         record = self._record
         if record is None:
             return
-        record.look(time.monotonic())
+        record.thin(time.monotonic())
         more = {"every_s": record.every_s, **_tables(counters)}
         record.report(world.super_rank, known[world.super_rank], last=last, **more)
         if not speaks:

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -331,7 +330,7 @@ def test_reports_become_rarer_as_the_run_grows(
     monkeypatch.setattr("hvd_adpsgd.watching.record._REPORTS", 100)
     record = Record(tmp_path, 0, every_s=1.0)
     for s in range(2000):
-        record.look(float(s))
+        record.thin(float(s))
         record.report(0, replace(FINE, time_s=float(s)))
     record.close()
     times = [report.time_s for report in read(tmp_path).tracks[0].reports]
@@ -358,24 +357,6 @@ def test_reports_of_others_count_where_they_have_no_file(tmp_path: Path) -> None
     own.report(1, replace(FINE, time_s=1.0, step=8))
     own.close()
     assert [report.step for report in read(tmp_path).tracks[1].reports] == [8]
-
-
-def test_a_deleted_record_ends_with_one_warning(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    record = Record(folder, 0)
-    record.look(0.0)
-    record.report(0, replace(FINE, time_s=1.0))
-    record.look(100.0)
-    assert not caplog.records
-    shutil.rmtree(folder)
-    record.look(101.0)
-    assert not caplog.records, "it looks each 30 s"
-    for now_s in (200.0, 300.0):
-        record.look(now_s)
-        record.report(0, replace(FINE, time_s=now_s))
-    assert len(caplog.records) == 1 and "0.jsonl ends here" in caplog.text
 
 
 def noted(folder: Path, writer: int, *changes: tuple[float, str]) -> None:
