@@ -174,7 +174,7 @@ class Config:
         + "; auto, with exchange_share=auto: as few bits as the link demands", choices=(*BY_NAME, AUTO),
         optional=True)
     moments: str | None = _option(None, str, "",
-        "moments of Adam and its kin: shared by super learners, or own; None: shared where possible",
+        "moments of Adam, Muon and their kin: shared by super learners, or own; None: shared where possible",
         choices=("shared", "own"), optional=True)
     moments_period: int = _option(4, int, "exchanges",
         "shared moments are in one of so many exchanges; in more if exchange_share or exchanges_per_step is "

@@ -113,8 +113,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         wire_dtype: format in which models travel, as HVD_ADPSGD_WIRE_DTYPE; the mean is kept exactly.
             Default, and "float32": as the model is stored.
         moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
-            in synchronous training; messages are longer by a quarter. "own": each has its own. Default:
-            shared where that is possible.
+            in synchronous training, Muon with averaged momentum, and other classes with what their method
+            momentum_keys(group) names of a parameter's state; messages are longer by a quarter. "own": each
+            has its own. Default: shared where that is possible.
         average_gradients: False: the script averages gradients in the super learner before step(), by
             DistributedDataParallel or fully_shard in hvd.super_learner_group(), or by itself. Default: found.
         buffers: also average the floating-point buffers of this module (BatchNorm statistics), or

@@ -26,7 +26,8 @@ from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.sharded import is_sharded, require_whole_shards
-from hvd_adpsgd.training.shared_moments import Adaptive, adaptive, unshareable
+from hvd_adpsgd.training.shared_moments import Adaptive, shareable
+from hvd_adpsgd.training.shared_momentum import Momentum, unshareable
 from hvd_adpsgd.training.supported import (
     averages_gradients,
     require_fit,
@@ -169,7 +170,7 @@ def _require_averaged(strategy: Strategy, op: Any, world: World) -> None:
 
 def _moments(
     optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, world: World
-) -> Adaptive | None:
+) -> Adaptive | Momentum | None:
     """Return the moments that super learners share; None if each has its own.
 
     Raises:
@@ -177,15 +178,15 @@ def _moments(
     """
     if config.moments == "own":
         return None
-    found = adaptive(optimizer)
+    found = shareable(optimizer)
     if not strategy.is_gossip:
         found = f"averaging={strategy.spec()} is more than gossip"
-    if isinstance(found, Adaptive):
+    if not isinstance(found, str):
         return found
     if config.moments == "shared":
         raise ConfigError(
             f"moments=shared: {found}, so moments cannot be shared. Leave moments out, or use one of "
-            "torch's Adam, AdamW, NAdam, RAdam and RMSprop, in float32, with random_pairs or a ring."
+            "torch's Adam, AdamW, NAdam, RAdam, RMSprop and Muon, in float32, with random_pairs or a ring."
         )
     if world.rank > 0 or not strategy.is_gossip:
         return None
@@ -200,7 +201,8 @@ def _moments(
     elif any("betas" in group for group in optimizer.param_groups):
         log.warning(
             "moments are not shared by super learners: %s. Steps are smaller than in synchronous training "
-            "where gradients are noisy. Use torch's Adam or AdamW in float32; moments=own silences this.",
+            "where gradients are noisy. Use torch's Adam or AdamW in float32, or name its momentum in "
+            "momentum_keys(group); moments=own silences this.",
             found,
         )
     return None

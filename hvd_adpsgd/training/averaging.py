@@ -27,7 +27,7 @@ from hvd_adpsgd.training.drift import FirstModels
 from hvd_adpsgd.training.engines import Engines
 from hvd_adpsgd.training.parameters import AveragingSpec
 from hvd_adpsgd.training.round_accounting import Steps
-from hvd_adpsgd.training.shared_moments import SharedMoments
+from hvd_adpsgd.training.shared_moments import share
 from hvd_adpsgd.training.super_learner import SuperLearner
 from hvd_adpsgd.training.timeline import StepRecord
 from hvd_adpsgd.training.update_rules import make_rule
@@ -81,8 +81,8 @@ class Averaging:
         self.rule = make_rule(self.plan.rule, spec.trained, rate)
         if spec.moments is not None:
             told = _Exchanged(self)
-            given = spec.moments, told.weight, told.training, told.arrivals
-            self.rule = SharedMoments(spec.trained, told.optimizer, *given)
+            asked = told.optimizer, told.weight, told.training, told.arrivals
+            self.rule = share(spec.moments, spec.trained, *asked)
         self.step = 0
         self.restart = True
         self.stopped = ""
@@ -411,7 +411,7 @@ class Averaging:
 
 
 class _Exchanged:
-    """What SharedMoments asks of the averaging of an optimizer."""
+    """What shared moments ask of the averaging of an optimizer."""
 
     def __init__(self, averaging: Averaging):
         self._averaging = averaging

@@ -17,6 +17,7 @@ from hvd_adpsgd.strategies import Strategy
 from hvd_adpsgd.training.devices import is_staged
 from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.shared_moments import Adaptive
+from hvd_adpsgd.training.shared_momentum import Momentum
 
 _ALWAYS: Mapping[int, int] = {}
 
@@ -41,7 +42,7 @@ class AveragingSpec:
     trained: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
     arguments: list[str]
-    moments: Adaptive | None = None
+    moments: Adaptive | Momentum | None = None
     averages_gradients: bool = True
     is_sharded: bool = False
 

@@ -22,15 +22,21 @@ from typing import Any
 import torch
 
 from hvd_adpsgd.engine.shard_memory import Arrivals
-from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.training.devices import Event, device_of
 from hvd_adpsgd.training.moment_passes import Product, Second, copy_all, correct, multiply
 from hvd_adpsgd.training.sharded import local
-from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
+from hvd_adpsgd.training.shared_momentum import (
+    Group,
+    Keys,
+    Momentum,
+    SharedMomentum,
+    has_momentum,
+    momentum,
+    unshareable,
+)
+from hvd_adpsgd.training.update_rules import Named, Tensors
 
 log = logging.getLogger("hvd_adpsgd")
-
-Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,6 @@ _LARGEST = 80.0  # logarithm of the largest bound, a float32
 _LARGEST_V = "max_exp_avg_sq"
 _LARGE = 1e20  # a second moment after a gradient of 1e11
 _LOOK_EVERY = 128  # updates: on a GPU the host waits for the look
-_16_BITS = (torch.float16, torch.bfloat16)
 
 
 def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
@@ -76,7 +81,7 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
     kinds, name = type(optimizer).__mro__, type(optimizer).__name__
     known = [kind for kind in kinds if kind in _KINDS]
     if not known:
-        return f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)}"
+        return f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)} and Muon"
     # torch sets a step() with its hooks on the class of each optimizer that it makes
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known[0].step):
         return f"{name} has a step() of its own"
@@ -86,18 +91,12 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
     return _KINDS[known[0]]
 
 
-def unshareable(group: Group) -> str:
-    """Return why moments of a parameter group cannot be shared, for a message; "" if they can."""
-    for option in ("centered", "differentiable"):
-        if group.get(option):
-            return f"has {option}=True"
-    # in a saved state parameters are numbers
-    if any(isinstance(p, torch.Tensor) and p.dtype in _16_BITS for p in group["params"]):
-        return "keeps moments in 16 bits"
-    return ""
+def shareable(optimizer: torch.optim.Optimizer) -> Adaptive | Momentum | str:
+    """Return which moments of an optimizer are shared, or why none can be, for a message."""
+    return momentum(optimizer) if has_momentum(optimizer) else adaptive(optimizer)
 
 
-class SharedMoments(UpdateRule):
+class SharedMoments(SharedMomentum):
     """Averages first moments, and lets the optimizer step with the second moment of the mean gradient.
 
     In a step, with g the gradient of this super learner, and b the decay of the second moment,
@@ -161,11 +160,9 @@ class SharedMoments(UpdateRule):
         training: Callable[[], int],
         arrivals: Callable[[], Arrivals],
     ):
-        super().__init__([])
-        self._optimizer, self._kind, self._weight = optimizer, kind, weight
+        self._kind, self._weight = kind, weight
         self._training, self._arrivals = training, arrivals
         self._place: dict[int, int] = {}
-        self._moment: Tensors = []
         self._cross: Tensors = []  # x
         self._lacking: Tensors = []  # q, one number per parameter
         self._steps: list[int] = []  # of the optimizer, by parameter
@@ -180,25 +177,21 @@ class SharedMoments(UpdateRule):
         # parameters that the last step has changed, if it was not skipped
         self._stepped: list[int] = []
         self._skips: tuple[Event, torch.Tensor] | None = None  # whether it was, behind the event
-        self.extend(model)
+        super().__init__(model, optimizer, Momentum({}))
 
     def extend(self, named: Named) -> list[tuple[str, torch.Tensor]]:
         """Share the moments of further parameters, too; return what is averaged for them."""
-        for name, parameter in named:
-            self._place[id(parameter)] = len(self.model)
-            self.model.append(parameter)
-            self.names.append(name)
-            moment = torch.zeros_like(parameter, requires_grad=False)
-            self._moment.append(moment)
-            self._cross.append(torch.zeros_like(moment))
-            self._lacking.append(torch.ones((), dtype=moment.dtype, device=moment.device))
-            self._steps.append(0)
-        moments = zip(named, self._moment[len(self._moment) - len(named) :], strict=True)
-        return [*named, *((f"moment.{name}", moment) for (name, _), moment in moments)]
+        averaged = super().extend(named)
+        for parameter, moment in zip(self.model, self._moment, strict=True):
+            if id(parameter) not in self._place:
+                self._place[id(parameter)] = len(self._place)
+                self._cross.append(torch.zeros_like(moment))
+                self._lacking.append(torch.ones((), dtype=moment.dtype, device=moment.device))
+                self._steps.append(0)
+        return averaged
 
-    def averaged(self) -> list[tuple[str, torch.Tensor]]:
-        moments = [(f"moment.{name}", m) for name, m in zip(self.names, self._moment, strict=True)]
-        return super().averaged() + moments
+    def _keys_of(self, parameter: torch.Tensor) -> Keys:
+        return (self._kind.first or "mean",)
 
     def start(self) -> None:
         for x, lacking in zip(self._cross, self._lacking, strict=True):
@@ -207,9 +200,6 @@ class SharedMoments(UpdateRule):
 
     def tensors(self) -> dict[str, Tensors]:
         return {"cross": self._cross, "lacking": self._lacking}
-
-    def moments(self) -> list[torch.Tensor]:
-        return list(self._moment)
 
     def reload(self) -> None:
         self._adopt(reads=True)
@@ -230,26 +220,10 @@ class SharedMoments(UpdateRule):
                     self._forget(i)
                 continue
             step, is_new = its["step"], not self._steps[i]
-            if first is not None and its[first] is not self._moment[i]:
-                self._require_shapes(i, its)
-                if not self.received:
-                    self._moment[i].copy_(its[first])
-                its[first], is_new = self._moment[i], True
+            if first is not None and self._take(i, its):
+                is_new = True
             if reads or is_new or not _is_on_device(step):
                 self._steps[i] = int(step)
-
-    def _require_shapes(self, i: int, state: dict[str, Any]) -> None:
-        """Raise ModelMismatchError if a moment of parameter `i` was loaded with another shape than it has."""
-        shape = self.model[i].shape
-        for key, value in state.items():
-            # numbers, such as steps, have no dimension, or one in old checkpoints
-            is_moment = isinstance(value, torch.Tensor) and value.dim() and key != "step"
-            if is_moment and value.shape != shape:
-                raise ModelMismatchError(
-                    f"load_state_dict: {key} of {self.names[i]!r} has the shape {list(value.shape)}, the "
-                    f"parameter {list(shape)}. Load a checkpoint of this model, whose optimizer has the "
-                    "same parameters in the same order."
-                )
 
     def _take_back(self, event: Event, flag: torch.Tensor) -> None:
         """Do not count the last step if a fused optimizer has skipped it, as its device has set the flag.
@@ -368,10 +342,6 @@ class SharedMoments(UpdateRule):
             math.log(v) / -math.log(decay),
         )
 
-    def _group_of(self, parameter: torch.Tensor) -> Group:
-        groups = self._optimizer().param_groups
-        return next(group for group in groups if any(p is parameter for p in group["params"]))
-
     def pass_time(self, step: int) -> None:
         if 1 in self._steps:  # the optimizer has made their state in this step
             self._adopt()
@@ -454,3 +424,17 @@ def _l2(optimizer: torch.optim.Optimizer, group: Group) -> float:
     # older torch has no such entry in the groups of AdamW
     decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW)
     return 0.0 if decoupled else float(group.get("weight_decay", 0))
+
+
+def share(
+    kind: Adaptive | Momentum,
+    model: Named,
+    optimizer: Callable[[], torch.optim.Optimizer],
+    weight: Callable[[], float],
+    training: Callable[[], int],
+    arrivals: Callable[[], Arrivals],
+) -> SharedMomentum:
+    """Return the rule that shares the moments of a `kind`; the other arguments: see SharedMoments."""
+    if isinstance(kind, Momentum):
+        return SharedMomentum(model, optimizer, kind)
+    return SharedMoments(model, optimizer, kind, weight, training, arrivals)

@@ -15,6 +15,7 @@ FOUND: dict[str, dict[str, Any]] = {
     "from_plain": {"steps": [60], "cross": True},
     "to_plain": {"keys": ["averaging", "param_groups", "state"]},
     "joined": {},
+    "momentum": {"kept": True},
     "periods": {},
     "replaced_groups": {"steps": [10], "rates": [0.01, 0.005]},
     "refused": {"errors": ["UnsupportedOptimizerError"] * 3, "groups": 1},

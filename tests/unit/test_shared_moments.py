@@ -269,7 +269,7 @@ def test_parameters_are_added() -> None:
     peer.step(drawn(random), drawn(random))
     added = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     names = [name for name, _ in peer.rule.extend([("c", added)])]
-    assert names == ["c", "moment.c"]
+    assert names == ["c", "moment.exp_avg.c"]
     peer.optimizer.add_param_group({"params": [added]})
     added.grad = torch.ones(3, dtype=torch.float64)
     peer.step(drawn(random), drawn(random))

@@ -14,7 +14,7 @@ import torch
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.training.shared_moments import Adaptive, adaptive
+from hvd_adpsgd.training.shared_moments import shareable
 from hvd_adpsgd.training.update_rules import UpdateRule
 from hvd_adpsgd_lab.learning.curve import Curve, Vector
 from hvd_adpsgd_lab.learning.outcome import Outcome, digest_of
@@ -325,15 +325,15 @@ def _check_moments(
     training: Training, strategy: Strategy, optimizer: torch.optim.Optimizer
 ) -> None:
     """Raise ConfigError if moments are to be shared and cannot be; warn where Adam's kin keep their own."""
-    found: Adaptive | str = adaptive(optimizer)
+    found: object = shareable(optimizer)
     if not strategy.is_gossip:
         found = f"{strategy.spec()} is more than gossip"
-    if isinstance(found, Adaptive):
+    if not isinstance(found, str):
         return
     if training.cluster.config.moments == "shared":
         raise ConfigError(
             f"{training.task.name}: moments is 'shared', and {found}. Leave it out, or use one "
-            "of torch's Adam, AdamW, NAdam, RAdam and RMSprop with random_pairs, fixed_ring or random_ring."
+            "of torch's Adam, AdamW, NAdam, RAdam, RMSprop and Muon with random_pairs or a ring."
         )
     if strategy.is_gossip and any("betas" in group for group in optimizer.param_groups):
         log.warning(

@@ -14,7 +14,7 @@ from hvd_adpsgd.engine.shard_memory import NONE, Arrivals, Pace
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd.strategies.update_rules import LateGradients
-from hvd_adpsgd.training.shared_moments import Adaptive, SharedMoments, adaptive
+from hvd_adpsgd.training.shared_moments import share, shareable
 from hvd_adpsgd.training.update_rules import make_rule
 from hvd_adpsgd_lab.learning.memory import Layout
 from hvd_adpsgd_lab.learning.task import Task, require_finite, seed_torch
@@ -69,18 +69,12 @@ class SuperLearner:
         self.arrivals, self._pace = NONE, Pace()
         with torch.no_grad():
             self.rule = make_rule(plan.rule, named, rate)
-            kind = adaptive(self.optimizer)
-            if training is not None and isinstance(kind, Adaptive):
+            kind = shareable(self.optimizer)
+            if training is not None and not isinstance(kind, str):
                 # so that parts of moments are whole chunks
                 chunks = max(chunks, 4 * moments_period)
-                self.rule = SharedMoments(
-                    named,
-                    lambda: self.optimizer,
-                    kind,
-                    lambda: plan.weight,
-                    training,
-                    lambda: self.arrivals,
-                )
+                asked = lambda: plan.weight, training, lambda: self.arrivals
+                self.rule = share(kind, named, lambda: self.optimizer, *asked)
             averaged = [tensor for _, tensor in self.rule.averaged()]
             self.layout = Layout(averaged, chunks)
             self.memory = self.layout.empty()

@@ -1,8 +1,9 @@
-"""AdamW with shared moments, 2 super learners of 2: mates stay equal, whatever is loaded."""
+"""AdamW and Muon with shared moments, 2 super learners of 2: mates stay equal, whatever is loaded."""
 
 import copy
 import functools
 import json
+import time
 from typing import Any
 
 import learner
@@ -191,9 +192,46 @@ def refused() -> None:
     optimizer.close()
 
 
+def momentum() -> None:
+    """Muon: exchanges average its momentum, and keep the mean; here its steps change nothing themselves."""
+    torch.manual_seed(3)
+    model = nn.Linear(INPUTS, 8, bias=False)
+    optimizer = wrap(model, functools.partial(torch.optim.Muon, lr=0.01, weight_decay=0.0))
+    train(model, optimizer, 3)
+    with hvd.averaging_paused():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0].update(lr=0.0, momentum=1.0)
+    first = gathered(model, optimizer)
+    ends = time.monotonic() + learner.DEADLINE_S
+    while (now := gathered(model, optimizer)).std(dim=0).max() > 1e-3 * first.std(dim=0).max():
+        assert time.monotonic() < ends, (first, now)
+        train(model, optimizer, 5)
+    kept = bool(torch.allclose(now.mean(dim=0), first.mean(dim=0), atol=1e-6))
+    tensors = [model.weight.detach(), optimizer.state[model.weight]["momentum_buffer"]]
+    say(case="momentum", same=same_inside(tensors), finite=True, kept=kept)
+    optimizer.close()
+
+
+def gathered(model: Any, optimizer: Any) -> torch.Tensor:
+    """The momentum of all learners."""
+    with hvd.averaging_paused():
+        mine = optimizer.state[model.weight]["momentum_buffer"]
+        return torch.stack(hvd.allgather_object(mine.double()))
+
+
 def main() -> None:
     hvd.init()
-    cases = (hooks, emptied, from_plain, to_plain, joined, periods, replaced_groups, refused)
+    cases = (
+        momentum,
+        hooks,
+        emptied,
+        from_plain,
+        to_plain,
+        joined,
+        periods,
+        replaced_groups,
+        refused,
+    )
     for case in cases:
         case()
     hvd.shutdown()

@@ -1,0 +1,112 @@
+"""Momentum of optimizers that is averaged, without a second moment."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_adpsgd.errors import ModelMismatchError
+from hvd_adpsgd.training.shared_moments import shareable
+from hvd_adpsgd.training.shared_momentum import Momentum, SharedMomentum
+
+
+class Lion(torch.optim.Optimizer):
+    """As of a script; its second group has no momentum, its third two tensors of it."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"lr": 0.1, "keys": ("m",)})
+
+    def momentum_keys(self, group: dict[str, Any]) -> Sequence[str]:
+        return group["keys"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                for key in group["keys"]:
+                    m = self.state[p].setdefault(key, torch.zeros_like(p))
+                    self.state[p][key] = m.lerp(p.grad, 0.1)  # another tensor in each step
+                p -= group["lr"] * p.grad.sign()
+
+
+def ones(size: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(size))
+
+
+def shared() -> tuple[list[torch.nn.Parameter], Lion, SharedMomentum]:
+    parameters = [ones(2), ones(3), ones(4)]
+    keys = ("m",), (), ("m", "slow")
+    optimizer = Lion([{"params": [p], "keys": k} for p, k in zip(parameters, keys, strict=True)])
+    kind = shareable(optimizer)
+    assert isinstance(kind, Momentum)
+    named = list(zip("abc", parameters, strict=True))
+    return parameters, optimizer, SharedMomentum(named, lambda: optimizer, kind)
+
+
+def step(optimizer: Lion, rule: SharedMomentum) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.full_like(p, 2.0)
+    optimizer.step()
+    rule.pass_time(0)
+
+
+def moments(rule: SharedMomentum) -> dict[str, torch.Tensor]:
+    return dict(rule.averaged()[len(rule.model) :])
+
+
+def test_what_is_averaged_is_the_optimizers_state() -> None:
+    (a, _, c), optimizer, rule = shared()
+    step(optimizer, rule)
+    averaged = moments(rule)
+    assert list(averaged) == ["moment.m.a", "moment.m.c", "moment.slow.c"]
+    assert optimizer.state[a]["m"] is averaged["moment.m.a"]
+    torch.testing.assert_close(averaged["moment.slow.c"], torch.full((4,), 0.2))
+    averaged["moment.m.c"].add_(1)  # an exchange
+    step(optimizer, rule)
+    torch.testing.assert_close(optimizer.state[c]["m"], torch.full((4,), 0.9 * 1.2 + 0.2))
+    assert optimizer.state[c]["m"] is moments(rule)["moment.m.c"]
+
+
+def test_states_that_are_loaded_emptied_and_received() -> None:
+    (a, *_), optimizer, rule = shared()
+    step(optimizer, rule)
+    state = copy.deepcopy(optimizer.state_dict())
+    step(optimizer, rule)
+    optimizer.load_state_dict(state)
+    rule.reload()
+    torch.testing.assert_close(moments(rule)["moment.m.a"], torch.full((2,), 0.2))
+    optimizer.state.clear()
+    rule.pass_time(0)
+    assert not moments(rule)["moment.m.a"].any()
+    moments(rule)["moment.m.a"].fill_(5)
+    rule.received = True  # by a newcomer: its own state does not count
+    optimizer.load_state_dict(state)
+    rule.reload()
+    assert optimizer.state[a]["m"].tolist() == [5, 5]
+    state["state"][0]["m"] = torch.ones(1)
+    optimizer.load_state_dict(state)
+    with pytest.raises(ModelMismatchError, match=r"m of 'a' has the shape \[1\], .* \[2\]"):
+        rule.reload()
+
+
+def test_a_group_is_added() -> None:
+    _, optimizer, rule = shared()
+    step(optimizer, rule)
+    added = ones(5)
+    optimizer.add_param_group({"params": [added]})
+    assert [name for name, _ in rule.extend([("d", added)])] == ["d", "moment.m.d"]
+    step(optimizer, rule)
+    assert optimizer.state[added]["m"] is moments(rule)["moment.m.d"]
+
+
+def test_which_optimizers_have_momentum() -> None:
+    matrix = [torch.nn.Parameter(torch.ones(2, 2))]
+    assert isinstance(shareable(torch.optim.Muon(matrix)), Momentum)
+    half = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))]
+    assert "Muon keeps moments in 16 bits" in str(shareable(torch.optim.Muon(half)))
+    assert "SGD is none of" in str(shareable(torch.optim.SGD(matrix, lr=0.1, momentum=0.9)))
+    none = Lion([{"params": matrix, "keys": ()}])
+    assert "Lion names none in momentum_keys(group)" in str(shareable(none))
