@@ -270,10 +270,7 @@ class Engine:
             if self._plan.in_step is not None:
                 self.rounds.finish()
             self.check()
-            if self.config.max_staleness is not None:
-                # corrections that exchanges compute after this publish() reach the parameters one step later
-                oldest = step + 1 - self.config.max_staleness
-                self.loop.wait_fresh(oldest, self.config.deadline_s)
+            self.loop.wait_fresh(step, self.config)
         self.memory.publish(step)
 
     def offer(self, step: int, fit: bool = True) -> None:

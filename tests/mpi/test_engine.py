@@ -98,11 +98,11 @@ def test_an_idle_engine_sleeps_10_ms_between_turns(wire: str) -> None:
     assert all(facts["sleeps"] for facts in said), said
 
 
-def test_max_staleness_bounds_the_age_of_corrections() -> None:
-    """What exchanges compute after a step's publish() reaches the parameters one step later."""
+def test_a_step_waits_for_old_snapshots_before_it_publishes() -> None:
+    """Which are too old, simulated jobs check."""
     engine = Engine.__new__(Engine)
     engine.loop, engine.memory, engine._plan = mock.Mock(), mock.Mock(), Plan.nobody()
     engine.memory.own.published, engine.config = False, Config(max_staleness=3, deadline_s=7.0)
     with mock.patch.object(Engine, "check"):
         engine.publish(10)
-    engine.loop.wait_fresh.assert_called_once_with(8, 7.0)
+    engine.loop.wait_fresh.assert_called_once_with(10, engine.config)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adpsgd.config import Config, environment_name
 from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.errors import DeviceMovedError, ModelMismatchError
 from hvd_adpsgd.training.parameters import Parameters
@@ -268,12 +269,6 @@ REFUSED = {  # error | words of its text
     "argument sparse_as_dense": "StrategyMismatchError | dense=False | dense=True",
     "argument average_gradients": "StrategyMismatchError | _gradients=True | =False",
     "argument averaging": "StrategyMismatchError | =random_pairs | =fixed_ring",
-    "argument exchanges_per_step": "StrategyMismatchError | step=1 | step=0.5",
-    "argument exchange_share": (
-        "StrategyMismatchError | share=1 on learner 0 | share=0.25 on learner 3 | "
-        "HVD_ADPSGD_EXCHANGE_SHARE"
-    ),
-    "argument max_staleness": "StrategyMismatchError | staleness=None | staleness=3",
     "argument wire_dtype": "StrategyMismatchError | dtype=None | dtype=bfloat16",
     "argument buffers": "ModelMismatchError | 2 tensors | running_mean",
     "complex_numbers": "ModelMismatchError | weight | complex64 | float32 | Convert it",
@@ -332,6 +327,19 @@ def test_wrong_use_is_an_error_on_every_learner(name: str) -> None:
     for facts in said:
         for word in words:
             assert word in facts["text"], facts["text"]
+
+
+def test_an_option_that_differs_is_an_error_that_names_it() -> None:
+    cases = {case: said for case, said in refused().items() if said[0].get("option") is not None}
+    assert len(cases) >= 4
+    for name, said in ((case.removeprefix("argument "), said) for case, said in cases.items()):
+        default, other = getattr(Config(), name), said[0]["option"]
+        for facts in said:
+            assert facts["error"] == "StrategyMismatchError", facts
+            for value, rank in ((default, 0), (other, 3)):
+                text = f"{value:g}" if isinstance(value, float) else value
+                assert f"{name}={text}" in facts["text"] and f" on learner {rank}" in facts["text"]
+            assert environment_name(name) in facts["text"]
 
 
 def test_super_learners_that_start_apart_are_told_so_once() -> None:

@@ -591,9 +591,14 @@ cdef class Loop:
                 e.clock.sleep(e.clock, 100e-6)
         return load(&e.mailbox.at_rest) != 0 or load(&e.mailbox.ended) != 0
 
-    def wait_fresh(self, int64_t step, double seconds):
-        """Wait until every snapshot in flight is of `step` or later. Return False if not within `seconds`."""
-        return wait_for(&self.core, &self.core.mailbox.in_flight_step, step, seconds)
+    def oldest_step(self, int64_t step, config):
+        """Return the oldest step of which a snapshot may be in flight when `step` is published."""
+        # corrections that exchanges compute after publish() reach the parameters one step later
+        return step + 1 - config.max_staleness if config.bounds_staleness else 0
+
+    def wait_fresh(self, int64_t step, config):
+        """Wait until no snapshot in flight is too old for `step`. Return False if not within deadline_s."""
+        return wait_for(&self.core, &self.core.mailbox.in_flight_step, self.oldest_step(step, config), config.deadline_s)
 
     def wait_finished(self, int64_t count, double seconds):
         """Wait until `count` exchanges have finished since the start.

@@ -25,6 +25,7 @@ from hvd_adpsgd.engine.turns import LOOKS
 from hvd_adpsgd.errors import UnsupportedOptimizerError
 from hvd_adpsgd.inner import backend
 from hvd_adpsgd.training import drift
+from tests.options import another
 
 
 def with_names(model: Any) -> None:
@@ -90,7 +91,7 @@ WRAPPED: dict[str, Any] = {
 }
 
 
-# Each argument of DistributedOptimizer, as another one is on learner 3.
+# Each argument of DistributedOptimizer, as another one is on learner 3; options have any other value.
 OTHER: dict[str, Any] = {
     "optimizer": lambda model, named: torch.optim.Adam(model.parameters()),
     "named_parameters": lambda model, named: None,
@@ -102,11 +103,7 @@ OTHER: dict[str, Any] = {
     "groups": lambda model, named: [[p for _, p in named]],
     "sparse_as_dense": True,
     "averaging": "fixed_ring",
-    "exchanges_per_step": 0.5,
-    "exchange_share": 0.25,
-    "max_staleness": 3,
     "wire_dtype": "bfloat16",
-    "moments": "own",
     "buffers": lambda model, named: nn.BatchNorm1d(1),
     "average_gradients": False,
 }
@@ -114,16 +111,17 @@ OTHER: dict[str, Any] = {
 
 def other_arguments() -> None:
     """A new argument fails here until it is compared."""
-    walked = set(inspect.signature(hvd.DistributedOptimizer).parameters)
-    assert walked - set(OTHER) == {"process_set"}, "all learners, or hvd.super_learner: alike here"
-    for name, other in OTHER.items():
+    walked = set(inspect.signature(hvd.DistributedOptimizer).parameters) - set(OTHER)
+    options = {name: another(name) for name in walked & vars(Config()).keys()}
+    assert walked - set(options) == {"process_set"}, "all learners, or hvd.super_learner: alike"
+    for name, other in {**OTHER, **options}.items():
         model = linear()
         named = list(model.named_parameters())
         arguments = {"optimizer": sgd(model.parameters()), "named_parameters": named}
         if hvd.rank() == 3:
             arguments[name] = other(model, named) if inspect.isfunction(other) else other
         found = outcome(functools.partial(hvd.DistributedOptimizer, **arguments))
-        say(case=f"argument {name}", **found)
+        say(case=f"argument {name}", option=options.get(name), **found)
 
 
 def other_sets(both: Any, rest: Any) -> None:

@@ -50,7 +50,8 @@ cdef void wait_for(JobState job, int i, Doing what):
 
 cdef void watch(JobState job, int i):
     cdef Actor* a = &job.actors[i]
-    if round_over(job, a) if a.doing == WAIT else fresh(job, a) if a.doing == FRESH else load(&a.core.mailbox.at_rest):
+    if (round_over(job, a) if a.doing == WAIT else fresh(job, i) or job.net.now_s > a.patience if a.doing == FRESH
+            else load(&a.core.mailbox.at_rest)):
         a.watches = False
         job.again(i, between(&job.chance, 20e-6, 200e-6))
 
@@ -80,25 +81,20 @@ cdef void begin_step(JobState job, int i):
         a.doing = DONE_STEPS
         a.done_at = job.net.now_s
         leave_job(job, i, a.broken)
-    elif a.doing != FRESH and not fresh(job, a):
+    elif a.doing != FRESH and not fresh(job, i):
+        a.patience = job.net.now_s + a.core.pairs.deadline_s
         wait_for(job, i, FRESH)
     else:
-        a.overdue |= load(&a.core.mailbox.in_flight_step) < oldest_step(job, a)
+        a.overdue |= not fresh(job, i)
         job.stores[i].publish()
         a.doing = MEET
         job.again(i, a.node_s * between(&job.chance, 0.5, 1.5))
 
 
-cdef int64_t oldest_step(JobState job, Actor* a):
-    """Return the oldest step of which a snapshot may be in flight at a publish, as in Engine.publish."""
-    return a.step + 1 - job.config.max_staleness if job.config.bounds_staleness else 0
-
-
-cdef bint fresh(JobState job, Actor* a):
-    """Whether the step may be published; the trainer waits for old snapshots for at most deadline_s."""
-    if a.doing != FRESH:
-        a.patience = job.net.now_s + a.core.pairs.deadline_s
-    return load(&a.core.mailbox.in_flight_step) >= oldest_step(job, a) or job.net.now_s > a.patience
+cdef bint fresh(JobState job, int i):
+    """Whether no snapshot in flight is too old for the step to be published."""
+    cdef Actor* a = &job.actors[i]
+    return load(&a.core.mailbox.in_flight_step) >= job.loops[i].oldest_step(a.step, job.config)
 
 
 cdef void begin_rest(JobState job, int i):
