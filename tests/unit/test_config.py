@@ -118,9 +118,7 @@ def test_unknown_variable_names_the_nearest(wrong, right):
 def test_table_has_a_row_per_option():
     """But for those of tests and studies."""
     rows = Config.table()
-    public = {name: value for name, value in DEFAULTS.items() if name not in PRIVATE}
-    assert [row.name for row in rows] == list(public)
-    assert [row.default for row in rows] == [str(value) for value in public.values()]
+    assert [row.name for row in rows] == [name for name in DEFAULTS if name not in PRIVATE]
     assert all(environment_name(name) == "ADPSGD_" + name.upper() for name in PRIVATE)
     for row in rows:
         assert row.env == PREFIX + row.name.upper()

@@ -121,7 +121,7 @@ def other_arguments() -> None:
         if hvd.rank() == 3:
             arguments[name] = other(model, named) if inspect.isfunction(other) else other
         found = outcome(functools.partial(hvd.DistributedOptimizer, **arguments))
-        say(case=f"argument {name}", option=options.get(name), **found)
+        say(case=f"argument {name}", **found)
 
 
 def other_sets(both: Any, rest: Any) -> None:
