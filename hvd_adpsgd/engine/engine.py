@@ -11,7 +11,7 @@ One step on a leader (L) and on the other learners of its super learner (O):
 The engine's thread runs on the leader only. It never reads the user's tensors: what it averages is its own
 copy of the model (the mirror), and what it returns is a correction, so concurrent local updates are kept.
 
-With shards (model_memory.py) every learner is the leader of its own shard: its thread averages that shard
+With shards (shard_memory.py) every learner is the leader of its own shard: its thread averages that shard
 with the threads of its counterparts, the learners with the same inner rank in the other super learners.
 """
 
@@ -32,9 +32,9 @@ from hvd_adpsgd.engine.failures import mpi_failures, ulfm_advice
 from hvd_adpsgd.engine.layout import DTYPE_CODES
 from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.metrics import PEER_TABLES, ExchangeMetrics
-from hvd_adpsgd.engine.model_memory import Memory, memory_of
 from hvd_adpsgd.engine.neighbours import Neighbours, OutboxShape
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.engine.shard_memory import ModelMemory
 from hvd_adpsgd.engine.step_rounds import StepRounds
 from hvd_adpsgd.engine.turns import Moves, leaves_out
 from hvd_adpsgd.engine.wire import AnyWire, SystemClock
@@ -96,14 +96,14 @@ class Engine:
         names: Sequence[str] = (),
         members: Sequence[int] = (),
         has_neighbours: bool = True,
-        memory: Memory | None = None,
+        memory: ModelMemory | None = None,
         shards: int = 1,
     ):
         self.config = config
         near = has_neighbours and outer is not None and outer.Get_size() > 1
         shows = near and config.same_host == "memory"
-        self.memory = memory or memory_of(
-            shards, config.chunk_kib * 1024, inner, outer is not None, shows
+        self.memory = memory or ModelMemory(
+            config.chunk_kib * 1024, inner, outer is not None, shows, shards
         )
         self._outer = outer
         self._plan = plan
@@ -253,7 +253,7 @@ class Engine:
         if not keeps_memory:
             self.memory.own.hide()
         self.rounds = StepRounds(self._plan, None, self._comm_rank, self.check)
-        self.memory = memory_of(1, self.config.chunk_kib * 1024, None, False)
+        self.memory = ModelMemory(self.config.chunk_kib * 1024, None, False)
 
     def publish(self, step: int) -> None:
         """Let this super learner's learners read the corrections that exchanges have computed; once per step.

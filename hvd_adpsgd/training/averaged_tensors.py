@@ -24,7 +24,7 @@ import torch
 
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import Memory
+from hvd_adpsgd.engine.shard_memory import ModelMemory
 from hvd_adpsgd.errors import ModelMismatchError
 from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.training.consistency import require_same_inside, unanimous
@@ -57,7 +57,7 @@ class AveragedTensors:
         memory: the engine's memory, after `bind`.
     """
 
-    memory: Memory
+    memory: ModelMemory
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class AveragedTensors:
             require_no_ddp({p for group in groups for p in group["params"]})
         self._unseen = None
 
-    def bind(self, memory: Memory) -> None:
+    def bind(self, memory: ModelMemory) -> None:
         """Use `memory` as the engine's: parameters on devices are copied to and from `memory` from now on."""
         self.memory = memory
         if self.parameters.staged:

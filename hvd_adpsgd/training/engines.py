@@ -9,8 +9,8 @@ from typing import Any
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.model_memory import Memory, memory_of
 from hvd_adpsgd.engine.peers import PeerState
+from hvd_adpsgd.engine.shard_memory import ModelMemory
 from hvd_adpsgd.launch.world import Communicators, World
 from hvd_adpsgd.lifecycle import preemption
 from hvd_adpsgd.training.averaged_tensors import AveragedTensors
@@ -46,7 +46,7 @@ class Engines:
         self._record = record
         self.tells = super_learner.world.is_leader or tensors.are_sharded
         self._config = _with_chunks_for(spec.config, tensors.specs[0])
-        self._ahead: Memory | None = None
+        self._ahead: ModelMemory | None = None
         self.current = self._first()
         try:
             tensors.bind(self.current.memory)
@@ -93,7 +93,7 @@ class Engines:
         """Allocate, on a joining super learner, its next engine's memory before the other learners wait."""
         shows = self._has_shard and self._config.same_host == "memory"
         chunk, holders = self._config.chunk_kib * 1024, self.holders(self._world.inner)
-        self._ahead = memory_of(self._tensors.shards, chunk, holders, self._has_shard, shows)
+        self._ahead = ModelMemory(chunk, holders, self._has_shard, shows, self._tensors.shards)
         for specs in self._tensors.specs:
             self._ahead.extend(specs)
 
@@ -174,7 +174,7 @@ class Engines:
         outer: Any,
         members: Sequence[int],
         gather: Callable[[Any], list[Any]] | None,
-        memory: Memory | None = None,
+        memory: ModelMemory | None = None,
         **options: Any,
     ) -> Engine:
         world = self._world

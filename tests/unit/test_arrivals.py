@@ -2,8 +2,7 @@
 
 import pytest
 
-from hvd_adpsgd.engine.model_memory import ModelMemory
-from hvd_adpsgd.engine.shard_memory import NONE, Arrivals, Pace
+from hvd_adpsgd.engine.shard_memory import NONE, Arrivals, ModelMemory, Pace
 
 
 def test_corrections_of_one_step_are_added_those_of_steps_are_averaged() -> None:
