@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_strategy
 from hvd_adpsgd.strategies.ring import FixedRing
-from hvd_adpsgd.strategies.update_rules import Accelerate
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,19 @@ class A2CiD2(Strategy):
         return 1 / 2
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
-        rule = Accelerate(*ring_constants(super_size))
         schedule = self.base.plan(super_rank, super_size).schedule
-        return Plan(schedule, 1 / 2, rule=rule)
+        return Plan(schedule, 1 / 2, rule=ring_constants(super_size))
 
 
-def ring_constants(n: int) -> tuple[float, float]:
-    """Return eta (per step) and alpha_tilde of the ring of n super learners, n >= 4.
+class Constants(NamedTuple):
+    """Those of A2CiD2: eta per step at one exchange per step, and alpha_tilde."""
+
+    eta: float
+    alpha_tilde: float
+
+
+def ring_constants(n: int) -> Constants:
+    """Return the constants of the ring of n super learners, n >= 4.
 
     eta = 1 / (2 sqrt(chi1 chi2)), alpha_tilde = sqrt(chi1 / chi2) / 2. chi1 = 1 / (1 - cos(2 pi / n)) is the
     inverse of the smallest eigenvalue > 0 of the Laplacian I - W; chi2 = 1 - 1/n half of the resistance of an
@@ -77,4 +82,4 @@ def ring_constants(n: int) -> tuple[float, float]:
             "acceleration, or on a ring of 4 or more."
         )
     chi1, chi2 = 1 / (1 - math.cos(2 * math.pi / n)), 1 - 1 / n
-    return 0.5 / math.sqrt(chi1 * chi2), 0.5 * math.sqrt(chi1 / chi2)
+    return Constants(0.5 / math.sqrt(chi1 * chi2), 0.5 * math.sqrt(chi1 / chi2))

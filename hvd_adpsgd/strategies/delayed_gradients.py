@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import DURING, Averaged, Plan, Rounds, Strategy
-from hvd_adpsgd.strategies.update_rules import LateGradients
 
 _LATE = "its gradients would be used one step late"
 _INSTEAD = "or use delay_by_one"
@@ -37,4 +36,4 @@ class DelayedGradients(Strategy):
     }
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
-        return Plan.nobody(Rounds(order=DURING, still=True), rule=LateGradients())
+        return Plan.nobody(Rounds(order=DURING, still=True), rule=self)

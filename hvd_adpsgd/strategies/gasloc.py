@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import Plan, Strategy, require_gossip
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
-from hvd_adpsgd.strategies.update_rules import OuterStep
 from hvd_adpsgd.strategies.validation import integer, number
 
 
@@ -54,5 +53,4 @@ class GASLoC(Strategy):
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         gossip = self.base.plan(super_rank, super_size)
-        rule = OuterStep(self.period, self.rate, self.momentum)
-        return Plan(gossip.schedule, gossip.weight, rule=rule)
+        return Plan(gossip.schedule, gossip.weight, rule=self)

@@ -9,7 +9,6 @@ import numpy as np
 
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
 from hvd_adpsgd.strategies.random_pairs import RandomPairs
-from hvd_adpsgd.strategies.update_rules import SlowModel
 from hvd_adpsgd.strategies.validation import integer, number, seed
 
 NOLOCO_ROUNDS = 1024
@@ -51,7 +50,7 @@ class NoLoCo(Strategy):
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         rows = [self.round_peers(super_size, super_rank, r) for r in range(NOLOCO_ROUNDS)]
         rounds = Rounds(self.period, AFTER, np.array(rows, dtype=np.int32))
-        return Plan.nobody(rounds, 1 / 2, SlowModel(self.momentum, self.rate))
+        return Plan.nobody(rounds, 1 / 2, self)
 
     def round_peers(self, n: int, i: int, round: int) -> tuple[int, int]:
         """The peer that i asks, and the peer that asks i, in the round's matching: the lower rank asks."""

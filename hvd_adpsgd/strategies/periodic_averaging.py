@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_adpsgd.strategies.plan import AFTER, Plan, Rounds, Strategy
-from hvd_adpsgd.strategies.update_rules import BlockMomentum
 from hvd_adpsgd.strategies.validation import flag, integer, number
 
 
@@ -49,6 +48,5 @@ class PeriodicAveraging(Strategy):
 
     def _plan(self, super_rank: int, super_size: int) -> Plan:
         plain = self.block_momentum == 0 and self.block_rate == 1
-        rule = BlockMomentum(self.block_momentum, self.block_rate, self.nesterov)
         rounds = Rounds(self.period, AFTER, warm_up=self.warm_up)
-        return Plan.nobody(rounds, rule=None if plain else rule)
+        return Plan.nobody(rounds, rule=None if plain else self)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_adpsgd.errors import AdpsgdError, ConfigError
-from hvd_adpsgd.strategies.update_rules import Rule
 from hvd_adpsgd.theory import topology
 
 NOBODY = -1
@@ -111,7 +110,8 @@ class Plan:
             one passive exchange at the same time cannot enlarge the disagreement.
         in_step: rounds in step with peers, beside the exchanges of the schedule or, with width 0, in
             place of them; None for no rounds.
-        rule: update of each super learner's own model after averaging; None for no update.
+        rule: what has the law and the constants by which each super learner changes its own model beside
+            averaging: a strategy, or constants for this number of super learners; None for no such change.
         prefer_fast: probability with which the fastest of three peers that the schedule has next is asked.
 
     Raises:
@@ -122,7 +122,7 @@ class Plan:
     schedule: npt.NDArray[np.int32]
     weight: float
     in_step: Rounds | None = None
-    rule: Rule | None = None
+    rule: Any = None
     prefer_fast: float = 0.0
 
     def __post_init__(self) -> None:
@@ -133,9 +133,7 @@ class Plan:
         object.__setattr__(self, "schedule", table)  # a read-only copy, in the frozen dataclass
 
     @classmethod
-    def nobody(
-        cls, in_step: Rounds | None = None, weight: float = 0.0, rule: Rule | None = None
-    ) -> Plan:
+    def nobody(cls, in_step: Rounds | None = None, weight: float = 0.0, rule: Any = None) -> Plan:
         """Make a plan without a schedule, so that the super learner asks peers in rounds only, or never."""
         return cls(np.empty((1, 0), dtype=np.int32), weight, in_step, rule)
 

@@ -5,10 +5,12 @@ All learners of a super learner apply the same update to bitwise equal tensors, 
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from hvd_adpsgd.strategies import update_rules as laws
+from hvd_adpsgd.strategies import DelayedGradients, GASLoC, NoLoCo, PeriodicAveraging
+from hvd_adpsgd.strategies.a2cid2 import Constants
 
 Tensors = list[torch.Tensor]
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -88,7 +90,7 @@ class UpdateRule:
     def after_mean(self) -> None:
         """Hook after average_model has set the model."""
 
-    def adapt(self, law: laws.Rule | None) -> None:
+    def adapt(self, law: Any) -> None:
         """Take the constants of `law`: this update rule for the number of super learners after a join."""
 
     def tensors(self) -> dict[str, Tensors]:
@@ -102,7 +104,7 @@ class _BlockMomentum(UpdateRule):
     D(t) = eta D(t-1) + zeta (mean - s(t)), where s(t) is the model at the start of the block of steps.
     """
 
-    def __init__(self, model: Named, law: laws.BlockMomentum):
+    def __init__(self, model: Named, law: PeriodicAveraging):
         super().__init__(model)
         self._law = law
         self._global = _like(self.model)
@@ -118,12 +120,12 @@ class _BlockMomentum(UpdateRule):
         law = self._law
         block = torch._foreach_sub(self.model, self._start)
         _hold_frozen(self.model, self._delta)
-        torch._foreach_mul_(self._delta, law.momentum)
-        torch._foreach_add_(self._delta, block, alpha=law.rate)
+        torch._foreach_mul_(self._delta, law.block_momentum)
+        torch._foreach_add_(self._delta, block, alpha=law.block_rate)
         torch._foreach_add_(self._global, self._delta)
         _copy(self.model, self._global)
         if law.nesterov:
-            torch._foreach_add_(self.model, self._delta, alpha=law.momentum)
+            torch._foreach_add_(self.model, self._delta, alpha=law.block_momentum)
             _copy(self._start, self.model)
 
     def tensors(self) -> dict[str, Tensors]:
@@ -138,7 +140,7 @@ class _SlowModel(UpdateRule):
 
     own = True
 
-    def __init__(self, model: Named, law: laws.SlowModel):
+    def __init__(self, model: Named, law: NoLoCo):
         super().__init__(model)
         self._law = law
         self._slow = _like(self.model)
@@ -185,16 +187,16 @@ class _Accelerate(UpdateRule):
 
     own = True
 
-    def __init__(self, model: Named, law: laws.Accelerate, exchanges_per_step: float):
+    def __init__(self, model: Named, law: Constants, exchanges_per_step: float):
         super().__init__(model)
         self._exchanges_per_step = exchanges_per_step
         self.adapt(law)
         self._distance = _like(self.model)
         self._before: Tensors = []
 
-    def adapt(self, law: laws.Rule | None) -> None:
+    def adapt(self, law: Any) -> None:
         """Set the constants that depend on the number of super learners; see UpdateRule.adapt."""
-        assert isinstance(law, laws.Accelerate)
+        assert isinstance(law, Constants)
         self._decay = math.exp(-2 * law.eta * self._exchanges_per_step)
         self._share = 2 * law.alpha_tilde - 1
 
@@ -232,7 +234,7 @@ class _OuterStep(UpdateRule):
 
     own = True
 
-    def __init__(self, model: Named, law: laws.OuterStep):
+    def __init__(self, model: Named, law: GASLoC):
         super().__init__(model)
         self._law = law
         self._start = _like(self.model)
@@ -284,7 +286,7 @@ class _LateGradients(UpdateRule):
     Copies of the gradients are averaged while the next gradients are computed.
     """
 
-    def __init__(self, model: Named, law: laws.LateGradients):
+    def __init__(self, model: Named, law: DelayedGradients):
         super().__init__(model)
         self._late = _like(self.model)
 
@@ -310,17 +312,20 @@ class _LateGradients(UpdateRule):
         return {"late": self._late}
 
 
-def make_rule(law: laws.Rule | None, model: Named, exchanges_per_step: float) -> UpdateRule:
-    """Return the UpdateRule of a plan's `law` for the parameters `model`; plain averaging for None."""
-    if isinstance(law, laws.Accelerate):
+_RULES: dict[type, Callable[..., UpdateRule]] = {
+    PeriodicAveraging: _BlockMomentum,
+    NoLoCo: _SlowModel,
+    GASLoC: _OuterStep,
+    DelayedGradients: _LateGradients,
+}
+
+
+def make_rule(law: Any, model: Named, exchanges_per_step: float) -> UpdateRule:
+    """Return the UpdateRule of `Plan.rule` for the parameters `model`; plain averaging for None."""
+    if isinstance(law, Constants):
         return _Accelerate(model, law, exchanges_per_step)
-    made: dict[type, Callable[..., UpdateRule]] = {
-        laws.BlockMomentum: _BlockMomentum,
-        laws.SlowModel: _SlowModel,
-        laws.OuterStep: _OuterStep,
-        laws.LateGradients: _LateGradients,
-    }
-    return UpdateRule(model) if law is None else made[type(law)](model, law)
+    made = (rule for kind, rule in _RULES.items() if isinstance(law, kind))
+    return UpdateRule(model) if law is None else next(made)(model, law)
 
 
 def _like(model: Tensors) -> Tensors:

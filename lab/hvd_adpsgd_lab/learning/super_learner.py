@@ -12,8 +12,7 @@ import torch
 
 from hvd_adpsgd.engine.shard_memory import NONE, Arrivals, Pace
 from hvd_adpsgd.errors import UnsupportedOptimizerError
-from hvd_adpsgd.strategies import Plan
-from hvd_adpsgd.strategies.update_rules import LateGradients
+from hvd_adpsgd.strategies import DelayedGradients, Plan
 from hvd_adpsgd.training.shared_moments import share, shareable
 from hvd_adpsgd.training.update_rules import make_rule
 from hvd_adpsgd_lab.learning.memory import Layout
@@ -64,7 +63,7 @@ class SuperLearner:
         self.optimizer = task.new_optimizer(self.parameters, model)
         self.schedule = task.new_schedule(self.optimizer)
         self._stream = stream
-        self.averages_gradients = isinstance(plan.rule, LateGradients)
+        self.averages_gradients = isinstance(plan.rule, DelayedGradients)
         self.here, self.steps, self.samples = True, 0, 0
         self.arrivals, self._pace = NONE, Pace()
         with torch.no_grad():
