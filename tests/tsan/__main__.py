@@ -89,18 +89,13 @@ MUTANTS = (
 
 
 def build(project: Path, folder: Path) -> Path:
-    """The package with sanitized modules, and the wire of the jobs. Returns what PYTHONPATH needs."""
+    """The package with sanitized modules. Returns what PYTHONPATH needs."""
     lib = folder / "lib"
     flags = " ".join(FLAGS)
     env = {**os.environ, "CFLAGS": flags, "LDFLAGS": flags}
     command = [sys.executable, "setup.py", "--quiet", "build"]
     command += ["--build-base", str(folder), "--build-lib", str(lib)]
     checked(command, project, env)
-    source, include = folder / "threads.c", sysconfig.get_path("include")
-    cython = [sys.executable, "-m", "cython", "-3", "--module-name", "adpsgd_threads"]
-    checked([*cython, "-I", "ext", str(HERE / "threads.pyx"), "-o", str(source)], project, env)
-    shared = [COMPILER, "-shared", "-fPIC", "-O1", *FLAGS, f"-I{include}", str(source)]
-    checked([*shared, "-o", str(lib / "adpsgd_threads.so")], project, env)
     return lib
 
 
@@ -142,7 +137,7 @@ def run(lib: Path, job: str) -> tuple[int, str]:
                 **MPI_SETTINGS,
             }
         )
-        env["PYTHONPATH"] = str(lib)
+        env["PYTHONPATH"] = f"{lib}{os.pathsep}{ROOT}"
         if job == MPI_JOB:
             del env["MPI4PY_RC_INITIALIZE"]
             program = [str(ROOT / "tests/mpi/programs/mean.py"), "--seed", "1", "--steps", "60"]

@@ -2,9 +2,8 @@
 
     python jobs.py [NAME ...]
 
-The engines, their memory and their rounds are those that train; only the wire (threads.pyx) joins
-threads instead of processes. Every job without a failure ends with a test of the mean of
-all models, so that it is known to have averaged.
+The engines, their memory, their rounds and their connections (TCP) are those that train. Every job without a
+failure ends with a test of the mean of all models, so that it is known to have averaged.
 """
 
 import os
@@ -15,20 +14,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import mpi4py.MPI  # noqa: F401  loads the MPI library that the engine's wire_mpi is linked with
 import numpy as np
-from adpsgd_threads import Threads, ThreadWire
 
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
-from hvd_adpsgd.engine.loop import Loop
 from hvd_adpsgd.engine.peers import PeerState
 from hvd_adpsgd.engine.store import Store
-from hvd_adpsgd.engine.wire import AnyWire
 from hvd_adpsgd.formats import CHOSEN
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.strategies.plan import AFTER, Rounds
+from tests.gathers import Gathers, Rank, at_once
 
 STEPS = 150
 LONGEST_S = 120.0
@@ -36,19 +32,6 @@ CHUNK_KIB = 64
 SIZES = (1, 70_000, 257)  # elements of the tensors, float64: nine chunks and two small ones
 ADDED = 9000  # ... of a parameter group that is added
 SLOTS = 3  # of corrections, of a super learner of several learners
-
-
-class Rank:
-    """What an engine asks of a communicator whose messages it does not send."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-
-    def Get_rank(self) -> int:
-        return self.rank
-
-    def Get_size(self) -> int:
-        return self.size
 
 
 class Node(Rank):
@@ -61,21 +44,6 @@ class Node(Rank):
         return [value]
 
 
-class ThreadEngine(Engine):
-    """An engine whose peers are in this process; `learners` of its super learner, all in this process."""
-
-    def __init__(self, threads: Threads, rank: Rank, learners: int, **options: Any):
-        self.threads, self.rank = threads, rank
-        super().__init__(inner=Node(0, learners), outer=rank, **options)
-
-    def _make_wire(self) -> AnyWire:
-        return ThreadWire(self.threads, self.rank.rank)
-
-    def _meet_leaders(self, loop: Loop, gather: Callable[[Any], list[Any]]) -> None:
-        if self._plan.averages_all:
-            loop.average_all()
-
-
 class SuperLearner:
     """One engine, its leader's thread, and a second learner's thread that reads the same corrections.
 
@@ -84,9 +52,9 @@ class SuperLearner:
         follows: whether it has the second learner.
     """
 
-    def __init__(self, engine: ThreadEngine, steps: int, grows: int, follows: bool):
+    def __init__(self, rank: int, engine: Engine, steps: int, grows: int, follows: bool):
         self.engine, self.steps, self.grows, self.follows = engine, steps, grows, follows
-        self.rng = np.random.default_rng(engine.rank.rank)
+        self.rng = np.random.default_rng(rank)
         self.meet = threading.Barrier(2 if follows else 1)
         self.sums: list[float] = []  # of all local updates, by tensor
         self.leader: list[np.ndarray] = []
@@ -96,7 +64,6 @@ class SuperLearner:
         self.failures: list[BaseException] = []
         for size in SIZES:
             self.add(size)
-        engine.start(lambda value: [value])
 
     def add(self, size: int) -> None:
         memory = self.engine.memory
@@ -196,10 +163,11 @@ class Job:
         steps: int = STEPS,
         **options: Any,
     ):
-        self.threads = Threads(n)
         often = {"exchanges_per_step": 4.0}
         config = Config(
             chunk_kib=CHUNK_KIB,
+            wire="tcp",
+            same_host="mpi",
             deadline_s=30.0,
             leave_deadline_s=30.0,
             timeline="unused",
@@ -207,15 +175,16 @@ class Job:
         )
         self.members = []
         for i in range(n):
-            engine = ThreadEngine(
-                self.threads,
-                Rank(i, n),
-                2 if follows and i == 0 else 1,
+            engine = Engine(
+                inner=Node(0, 2 if follows and i == 0 else 1),
+                outer=Rank(i, n),
                 plan=parse(strategy).plan(i, n),
                 config=config,
             )
             grown = 10 + 5 * i if grows else -1
-            self.members.append(SuperLearner(engine, steps, grown, follows and i == 0))
+            self.members.append(SuperLearner(i, engine, steps, grown, follows and i == 0))
+        gathers = Gathers(n)
+        at_once(*(lambda i=i: self.members[i].engine.start(gathers.of(i)) for i in range(n)))
         self.over = False
 
     def run(self) -> None:
@@ -223,7 +192,7 @@ class Job:
         acts = [m.lead for m in self.members] + [m.follow for m in self.members if m.follows]
         watcher = threading.Thread(target=self.watch)
         watcher.start()
-        together(acts)
+        at_once(*acts)
         self.require_no_failure()
         for member in self.members:
             assert member.engine.pause(LONGEST_S), "an engine did not come to rest"
@@ -233,7 +202,7 @@ class Job:
         self.require_mean()
         for member in self.members:
             member.engine.resume()
-        together([m.engine.stop for m in self.members])
+        at_once(*(m.engine.stop for m in self.members))
         self.over = True
         watcher.join()
         for member in self.members:
@@ -247,16 +216,15 @@ class Job:
 
         def fail() -> None:
             victim.lead()
-            self.threads.fail(victim.engine.rank.rank)
-            victim.engine.loop = None  # ends the thread, without a departure
+            victim.engine.stop(broken=True, within_s=0.0)  # without a departure
 
         watcher = threading.Thread(target=self.watch)
         watcher.start()
-        together([fail, *(m.lead for m in others)])
+        at_once(fail, *(m.lead for m in others))
         self.require_no_failure()
         for member in others:
             until(lambda peers=member.engine.loop.peers: peers()[-1] == PeerState.FAILED)
-        together([m.engine.stop for m in others])
+        at_once(*(m.engine.stop for m in others))
         self.over = True
         watcher.join()
 
@@ -286,16 +254,6 @@ class Job:
                 loop.fault(), loop.finished(), loop.cpu_s(), loop.void_chunks(), loop.met(0)
                 store.left_out(1), len(store)
             time.sleep(1e-3)
-
-
-def together(acts: list[Callable[[], object]]) -> None:
-    """Each on a thread of its own; waits for all."""
-    threads = [threading.Thread(target=act) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONGEST_S)
-        assert not thread.is_alive(), "a thread does not end"
 
 
 def until(fact: Callable[[], bool]) -> None:
