@@ -75,14 +75,13 @@ class _Flow(DefaultFlowCallback):
     def _set(self, state: Any, step: int) -> None:
         state.global_step, state.epoch = step, self._rows(step) / self.length
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.sampler is None:
-            return
+    def begin(self, args: Any, state: Any) -> None:
+        """Count the steps of a resumed job in those of this one, which may have other sizes."""
         self.batches = self._made = 0  # by this learner: batches since a meeting, steps
-        self._first = self._logged = state.global_step, 0  # where means begin, in steps: job's, own
         start = round((state.epoch or 0) * self.length)
         state.num_train_epochs = self.epochs
         self._set(state, self.step(start))
+        self._first = self._logged = state.global_step, 0  # where means begin, in steps: job's, own
         pairs = ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps))
         every = [self.steps, *(int(n) for kind, n in pairs if kind == "steps")]
         inside = range(state.global_step + 1, state.max_steps)
@@ -181,6 +180,12 @@ class AdpsgdTrainer(Trainer):
         args.ignore_data_skip = True  # the sampler continues
         # the loader ends what the loop takes for an epoch, not a number of steps or batches
         return end, sys.maxsize, flow.length, samples, flow.rows_of_step, sys.maxsize, end
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        skipped = super()._init_training_state(*args, **kwargs)
+        if self._flow.sampler is not None:  # before Trainer notes where its means begin
+            self._flow.begin(self.args, self.state)
+        return skipped
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler, flow = super().create_scheduler(*args, **kwargs), self._flow

@@ -83,10 +83,13 @@ class Watch(TrainerCallback):
     """Notes the model after every step, and compares every checkpoint with the mean."""
 
     def __init__(self):
-        self.models, self.checkpoints = [], {}
+        self.models, self.checkpoints, self.logs = [], {}, []
 
     def on_step_end(self, args, state, control, model=None, **_):
         self.models.append(digest(model))
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.logs.append(logs)
 
     def on_save(self, args, state, control, model=None, **_):
         mean = mean_of_leaders(model)
@@ -294,7 +297,7 @@ def stopped():
 
 
 def resume(folder="best", checkpoint=None):
-    checkpoint = checkpoint or sorted(Path(folder).glob("checkpoint-*"))[0]
+    checkpoint = checkpoint or Path(folder, "checkpoint-6")
     trainer, watch = trained("resumed", resume=str(checkpoint))
     states = trainer.optimizer.state_dict()["state"].values()
     tell(
@@ -302,7 +305,8 @@ def resume(folder="best", checkpoint=None):
         optimizer_steps=sorted({int(state["step"]) for state in states}),
         scheduler_steps=trainer.lr_scheduler.last_epoch,
         resumed_rows={e["eval_rows"] for e in trainer.state.log_history if "eval_rows" in e} == {5},
-        resumed_checkpoints=watch.checkpoints,
+        resumed_checkpoints=watch.checkpoints, train_loss=watch.logs[-1]["train_loss"],
+        losses=[logs["loss"] for logs in watch.logs if "loss" in logs],
     )  # fmt: skip
 
 
