@@ -25,6 +25,7 @@ import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.integrations.accelerate import AdpsgdAccelerator, divide_by_speeds
 from hvd_adpsgd.integrations.accelerate_processes import follow_survivors, join_learners
+from hvd_adpsgd.integrations.job_steps import JobSteps
 
 
 class AdpsgdTrainingArguments(TrainingArguments):
@@ -60,33 +61,27 @@ class _Flow(DefaultFlowCallback):
     """
 
     sampler: Any = None  # None: all learners make equally many steps
-    # batches of a learner's step; of the job: epochs, steps of an epoch, rows of an epoch, rows of a step
-    passes = epochs = steps = length = rows_of_step = 0
+    steps: JobSteps
+    passes = epochs = 0  # batches of a learner's step; of the job
 
-    def step(self, rows: int | None = None) -> int:
-        """Return how many steps the job has made with `rows`; None: with those that are known here."""
-        known = hvd.progress(self.sampler).samples if rows is None else rows
-        return known // self.length * self.steps + known % self.length // self.rows_of_step
-
-    def _rows(self, step: int) -> int:
-        rest = step % self.steps * self.rows_of_step
-        return step // self.steps * self.length + min(self.length, rest)
+    def step(self) -> int:
+        return self.steps.made(hvd.progress(self.sampler).samples)
 
     def _set(self, state: Any, step: int) -> None:
-        state.global_step, state.epoch = step, self._rows(step) / self.length
+        state.global_step, state.epoch = step, self.steps.rows(step) / self.steps.length
 
     def begin(self, args: Any, state: Any) -> None:
         """Count the steps of a resumed job in those of this one, which may have other sizes."""
         self.batches = self._made = 0  # by this learner: batches since a meeting, steps
-        start = round((state.epoch or 0) * self.length)
+        start = round((state.epoch or 0) * self.steps.length)
         state.num_train_epochs = self.epochs
-        self._set(state, self.step(start))
+        self._set(state, self.steps.made(start))
         self._first = self._logged = state.global_step, 0  # where means begin, in steps: job's, own
         pairs = ((args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps))
-        every = [self.steps, *(int(n) for kind, n in pairs if kind == "steps")]
+        every = [self.steps.of_epoch, *(int(n) for kind, n in pairs if kind == "steps")]
         inside = range(state.global_step + 1, state.max_steps)
         self._meetings = [at for at in inside if not all(at % n for n in every)] + [state.max_steps]
-        self.sampler.set_ends([max(start, self._rows(at)) for at in self._meetings], start)
+        self.sampler.set_ends([*map(self.steps.rows, self._meetings)], start)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **how: Any) -> Any:
         if self.sampler is None:
@@ -109,7 +104,7 @@ class _Flow(DefaultFlowCallback):
         self.batches = 0
         self._set(state, self._meetings[self.sampler.epoch - 1])
         super().on_step_end(args, state, control, **how)
-        if state.global_step % self.steps == 0 or control.should_training_stop:
+        if state.global_step % self.steps.of_epoch == 0 or control.should_training_stop:
             super().on_epoch_end(args, state, control, **how)
         control.should_log &= self._made > self._logged[1]
         return control
@@ -175,11 +170,12 @@ class AdpsgdTrainer(Trainer):
         values, flow = super().set_initial_training_values(args, dataloader), self._flow
         if flow.sampler is None:
             return values
-        flow.epochs, flow.steps, flow.length, samples, flow.rows_of_step, _, end = values
+        flow.epochs, of_epoch, length, samples, rows_of_step, _, end = values
+        flow.steps = JobSteps(length, rows_of_step, of_epoch)
         flow.passes = args.gradient_accumulation_steps
         args.ignore_data_skip = True  # the sampler continues
         # the loader ends what the loop takes for an epoch, not a number of steps or batches
-        return end, sys.maxsize, flow.length, samples, flow.rows_of_step, sys.maxsize, end
+        return end, sys.maxsize, length, samples, rows_of_step, sys.maxsize, end
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         skipped = super()._init_training_state(*args, **kwargs)
