@@ -3,17 +3,19 @@
 Importing this module registers "hadpsgd". Lightning starts no process: a launcher of this library does.
 """
 
+import bisect
 import contextlib
 import copy
 import functools
 import inspect
 import itertools
 import math
+import sys
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.callbacks import Timer, WeightAveraging
+from lightning.pytorch import callbacks as kinds
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -21,6 +23,7 @@ from torchmetrics import Metric
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.errors import ConfigError
+from hvd_adpsgd.integrations.job_steps import JobSteps
 
 _OPS = {"mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
@@ -35,18 +38,92 @@ class _Learners(ClusterEnvironment):
     set_world_size = set_global_rank = staticmethod(lambda _: None)  # the launcher did
 
 
-class _Ahead(DataLoader[Any]):
-    """A loader that fetches one batch ahead, and so knows which is the last."""
+class _Divided(DataLoader[Any]):
+    """A loader whose data speeds divide. Before each batch it gives Lightning the job's numbers.
+
+    What lies between two meetings of the job, where all learners validate, save or end, is an iteration of
+    the sampler, so they come there within about a step of each other. One batch is fetched ahead, to know
+    which is the last: with it each learner makes the step of the meeting, if need be with fewer batches.
+    Steps and rows are counted from the first epoch on.
+    """
+
+    trainer: Any
+    data: hvd.DynamicSampler
+    samples: int  # of an epoch
+    row: int  # where the job has met last
+    is_last = False  # whether the batch is the last before a meeting
+    _meetings: Any = ()  # steps after which the job meets
+    _validations: Any = ()  # those after which it may validate
 
     def __iter__(self) -> Any:
-        self.number, batches = 0, itertools.pairwise(itertools.chain(super().__iter__(), (self,)))
-        for self.number, (batch, following) in enumerate(batches, 1):
-            self.is_last = following is self
-            yield batch
-        if not self.number:  # the others took all; without a batch Lightning would not validate
-            self.number, self.is_last = 1, True
-            rows = range(min(self.batch_size or 1, len(self.dataset)))  # type: ignore[arg-type]
-            yield self.collate_fn([self.dataset[i] for i in rows])
+        epoch, each = self._plan(), self._steps.of_epoch
+        ends = (bisect.bisect(self._meetings, each * at) for at in (epoch, epoch + 1))
+        for self.data.epoch in range(*ends):
+            number, self._meeting = 0, self._meetings[self.data.epoch]
+            batches = itertools.pairwise(itertools.chain(super().__iter__(), (self,)))
+            for number, (batch, following) in enumerate(batches, 1):
+                self._count(number == 1, following is self)
+                yield batch
+            if not number:  # the others took all
+                self._count(True, True)
+                rows = range(min(self.data.batch_size, self.samples))
+                yield self.collate_fn([self.dataset[i] for i in rows])
+
+    def _plan(self) -> int:
+        """Number the steps of the epoch that begins; in the first one, name meetings inside of epochs."""
+        trainer, batches, passes = self.trainer, len(self), self.trainer.accumulate_grad_batches
+        epoch, each = trainer.current_epoch, math.ceil(batches / passes)
+        steps = JobSteps(self.samples, passes * hvd.size() * self.data.batch_size, each)
+        first, inside = epoch * self.samples, _meets_in_epochs(trainer)
+        self.row = min(max(self.row, first), first + self.samples) if inside else first
+        self._steps, self._pass, self._step = steps, 0, steps.made(self.row)
+        self._met, before = self._step, trainer.global_step - self._step
+        self._before = before  # other than 0 if a job of another size is resumed
+        if not inside:
+            self._meetings = self._validations = range(each, sys.maxsize, each)
+        elif not self._meetings:
+            limits = (trainer.max_epochs, each, 0), (trainer.max_steps, 1, before)
+            end = min(number * unit - less for number, unit, less in limits if number != -1)
+            total, every = math.ceil(end / each) * batches, trainer.val_check_batch
+            period = total if trainer.check_val_every_n_epoch is None else batches
+            starts, times = range(0, total, period), range(every, period + 1, every)
+            checked = (divmod(start + at, batches) for start in starts for at in times)
+            self._validations = {e * each + math.ceil(at / passes) for e, at in checked}
+            saved = {at - before for n in _saves(trainer) for at in range(n, end + before, n)}
+            meetings = {*range(each, end, each), end} | saved | self._validations
+            self._meetings = sorted(at for at in meetings if self._met < at <= end)
+            self.data.set_ends([*map(steps.rows, self._meetings)], self.row)
+        return epoch
+
+    def _count(self, is_first: bool, is_last: bool) -> None:
+        """Give Lightning the job's numbers before a batch, the first or the last one between meetings."""
+        trainer, loop, steps = self.trainer, self.trainer.fit_loop, self._steps
+        passes, batches, self.is_last = trainer.accumulate_grad_batches, len(self), is_last
+        first = trainer.current_epoch * steps.of_epoch
+        if is_last:
+            self._step = self._met = self._meeting
+            self.row = steps.rows(self._met)
+            before = min((self._step - first) * passes, batches) - 1  # batches of the epoch
+            before -= int(
+                self._pass > 0 and before % passes == 0
+            )  # there Lightning clears gradients
+            for optimizer in trainer.optimizers if self._pass == 0 < before % passes else ():
+                optimizer.zero_grad()  # and here it does not
+        else:  # numbers are repeated or left out, but those of meetings
+            rows = 0 if is_first or self._pass else hvd.progress(self.data).samples
+            known = max(self._step, self._met + 1, steps.made(rows) + 1)
+            self._step = min(known, self._meeting - (self._pass + 1 == passes))
+            before = max(0, self._step - 1 - first) * passes + self._pass
+        self._pass = 0 if is_last else (self._pass + 1) % passes
+        ends = is_last and self._step % steps.of_epoch == 0
+        loop.max_batches = max(batches, before + 2 - ends)
+        loop._data_fetcher.length = loop._data_fetcher.fetched + 2 - ends
+        progress = vars(loop.epoch_loop.batch_progress.current)
+        progress.update(dict.fromkeys(progress, before))
+        optimizers = loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+        optimizers.step.total.completed = self._before + self._step - 1
+        validates = is_last and self._step in self._validations
+        trainer.val_check_batch = 1 if validates else sys.maxsize
 
 
 class AdpsgdStrategy(ParallelStrategy):
@@ -73,6 +150,7 @@ class AdpsgdStrategy(ParallelStrategy):
         self._loader: Any = None  # of training data that speeds divide
         self._divided_at = -1  # epoch at which Lightning last asked for that data
         self._scheduled = 0  # steps of the job that schedulers have made
+        self._row = 0  # where a resumed job continues
         self._process_set: Any = None  # of reductions and gathers; None is all learners
 
     @property
@@ -95,61 +173,58 @@ class AdpsgdStrategy(ParallelStrategy):
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 metric.dist_sync_fn, metric.distributed_available_fn = _gather, hvd.is_initialized
         for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging):
+            if isinstance(callback, kinds.WeightAveraging):
                 plain = type(callback).on_save_checkpoint.__get__(callback)
                 callback.on_save_checkpoint = functools.partial(self._save_average, plain)
+            if isinstance(callback, kinds.ModelCheckpoint):
+                plain = type(callback).on_train_batch_end.__get__(callback)
+                callback.on_train_batch_end = functools.partial(self._save_at_meetings, plain)
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let speeds divide the training data, if learners wait for each other at ends of epochs alone."""
+        """Let speeds divide the training data, if it is known ahead where learners meet."""
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
         if self._divided_at == trainer.current_epoch:  # one of several loaders
             if self._loader is not None:
-                self._loader.batch_sampler.sampler, self._loader = self._loader.sampler, None
+                self._loader.batch_sampler.sampler = self._loader.sampler
+                self._loader.__class__, self._loader = type(self._loader).__bases__[1], None
             return dataloader
         self._divided_at, self._loader = trainer.current_epoch, None
         batches: Any = getattr(dataloader, "batch_sampler", None)
         equal: Any = getattr(dataloader, "sampler", None)
         is_plain = type(equal) is DistributedSampler and type(batches) is BatchSampler
-        if is_plain and not _waits_in_epochs(trainer):
+        if is_plain and not _waits_in_steps(trainer):
             number, limit = len(dataloader), trainer.limit_train_batches
             number = min(number, limit) if isinstance(limit, int) else int(number * limit)
             length, each = len(dataloader.dataset), batches.batch_size
-            batches.sampler = hvd.DynamicSampler(
+            samples = min(length, number * hvd.size() * each)
+            batches.sampler = data = hvd.DynamicSampler(
                 length, batch_size=each, drop_last=batches.drop_last, shuffle=equal.shuffle,
-                seed=equal.seed, samples=min(length, number * hvd.size() * each),
+                seed=equal.seed, samples=samples,
             )  # fmt: skip
-            dataloader.__class__ = type("Ahead", (_Ahead, type(dataloader)), {})
+            data.set_epoch = lambda epoch: None  # type: ignore[method-assign]  # the loader does
+            dataloader.__class__ = type("Divided", (_Divided, type(dataloader)), {})
+            vars(dataloader).update(trainer=trainer, data=data, samples=samples, row=self._row)
             self._loader = dataloader
         return dataloader
 
-    def _count(self, loop: Any, loader: Any) -> None:
-        """Tell Lightning whether this batch is the epoch's last; count the job's steps in the epoch."""
-        progress, batch = loop.epoch_loop.batch_progress, loop.batch_idx + 1
-        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        progress.is_last_batch = loop._data_fetcher.done = loader.is_last
-        batches = batch if loader.is_last else max(loop.max_batches, batch + 1)
-        loop.max_batches = loop.trainer.val_check_batch = batches
-        if loader.number == 1:
-            self._before = steps.completed
-            self._scheduled = self._scheduled or loop.trainer.current_epoch * self._steps()
-        if loader.is_last:
-            steps.completed = self._before + self._steps() - 1
-
-    def _steps(self) -> int:  # of each learner in an epoch, if all are equally fast
-        return math.ceil(len(self._loader) / self.lightning_module.trainer.accumulate_grad_batches)
+    def on_train_start(self) -> None:
+        self._scheduled = self.lightning_module.trainer.global_step
 
     def _schedule(self, plain: Any, interval: str, update_plateau_schedulers: bool) -> None:
         """Step schedulers of steps as often as the job has, or a slow learner's rates would lag behind."""
-        times, loop = 1, self.lightning_module.trainer.fit_loop
+        times, loop = 1, self.lightning_module.trainer.fit_loop.epoch_loop
         how = interval, update_plateau_schedulers, loop._should_accumulate()
         if self._loader is not None and how == ("step", False, False):
-            due = int(hvd.progress(self._loader.batch_sampler.sampler).epochs * self._steps())
-            times, self._scheduled = due - self._scheduled, due
+            times, self._scheduled = loop.global_step - self._scheduled, loop.global_step
         for _ in range(times):
             plain(interval, update_plateau_schedulers)
+
+    def _save_at_meetings(self, plain: Any, *args: Any) -> None:
+        if self._loader is None or self._loader.is_last:
+            plain(*args)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -164,8 +239,6 @@ class AdpsgdStrategy(ParallelStrategy):
         self.set_world_ranks()
         passes = self.lightning_module.trainer.accumulate_grad_batches  # may change between epochs
         passes = self._options.get("backward_passes_per_step", passes)
-        if self._loader is not None:
-            self._count(self.lightning_module.trainer.fit_loop, self._loader)
         for optimizer in self.optimizers:
             optimizer._reducer.is_synchronized = False  # GradScaler may have skipped step()
             if optimizer.backward_passes_per_step != passes:
@@ -220,7 +293,7 @@ class AdpsgdStrategy(ParallelStrategy):
     def _averages(self) -> list[torch.nn.Module]:
         """The moving averages of callbacks (EMAWeightAveraging), which these validate and save."""
         callbacks = self.lightning_module.trainer.callbacks
-        found = [c._average_model for c in callbacks if isinstance(c, WeightAveraging)]
+        found = [c._average_model for c in callbacks if isinstance(c, kinds.WeightAveraging)]
         return [average for average in found if average is not None]
 
     def _save_average(self, plain: Any, trainer: Any, module: Any, checkpoint: Any) -> None:
@@ -242,10 +315,16 @@ class AdpsgdStrategy(ParallelStrategy):
         with contextlib.nullcontext() if as_is else hvd.averaged(module, buffers=True):
             return copy.deepcopy(module.state_dict())
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         """Save on one learner; on which is agreed: for 0.1 s after a failure there may be no coordinator."""
+        checkpoint["hvd_adpsgd_row"] = self._row if self._loader is None else self._loader.row
         if self.is_global_zero if self._is_alone else self.broadcast(hvd.rank()) == hvd.rank():
-            self.checkpoint_io.save_checkpoint(*args, **kwargs)
+            self.checkpoint_io.save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint: Any = super().load_checkpoint(*args, **kwargs)
+        self._row = checkpoint.get("hvd_adpsgd_row", 0)
+        return checkpoint
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor):
@@ -269,14 +348,28 @@ class AdpsgdStrategy(ParallelStrategy):
             hvd.barrier()
 
 
-def _waits_in_epochs(trainer: Any) -> bool:
-    """Whether all learners validate, save or end after a number of steps, or decide in each."""
-    saves = ("_every_n_train_steps", "_train_time_interval")  # of ModelCheckpoint
+def _saves(trainer: Any) -> list[int]:
+    """Return after which multiples of steps all learners save."""
+    return [n for c in trainer.callbacks if (n := vars(c).get("_every_n_train_steps"))]
+
+
+def _meets_in_epochs(trainer: Any) -> bool:
+    """Whether all learners validate, save or end after a number of steps or batches."""
+    interval = getattr(trainer, "val_check_interval", None)  # None: a time
+    plain = trainer.max_steps, interval, trainer.check_val_every_n_epoch is None
+    return plain != (-1, 1.0, False) or bool(_saves(trainer))
+
+
+def _waits_in_steps(trainer: Any) -> bool:
+    """Whether learners decide together in each step, or meet after steps that nobody can number ahead."""
+    by_time, inside = getattr(trainer, "_val_check_time_interval", None), _meets_in_epochs(trainer)
+    waits = (kinds.Timer, kinds.GradientAccumulationScheduler)[: 1 + inside]
+    module, endless = trainer.lightning_module, trainer.max_epochs == trainer.max_steps == -1
     return (
-        any(isinstance(c, Timer) or any(vars(c).get(s) for s in saves) for c in trainer.callbacks)
-        or (trainer.max_steps, trainer.val_check_interval, trainer.overfit_batches) != (-1, 1.0, 0)
-        or trainer.check_val_every_n_epoch is None
-        or "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+        any(isinstance(c, waits) or vars(c).get("_train_time_interval") for c in trainer.callbacks)
+        or bool(by_time or trainer.overfit_batches)
+        or "dataloader_iter" in inspect.signature(module.training_step).parameters
+        or (inside and (endless or not module.automatic_optimization))
     )
 
 

@@ -1,7 +1,6 @@
 """Trainings by Transformers' Trainer and by Accelerate: the scripts of docs/huggingface.md, and more."""
 
 import importlib.util
-import inspect
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,17 +115,6 @@ def test_backward_leaves_out_an_optimizer_whose_parameters_were_wrapped_anew() -
         one.average()
         assert one.averaged is not bool(stopped)
     assert calls == [""]
-
-
-def test_the_context_has_the_shape_of_local_sgd() -> None:
-    from accelerate.local_sgd import LocalSGD
-
-    from hvd_adpsgd.integrations.local_sgd import AdpsgdLocalSGD
-
-    theirs, ours = (inspect.signature(kind).parameters for kind in (LocalSGD, AdpsgdLocalSGD))
-    assert list(ours) == list(theirs)
-    made = {name for name in vars(LocalSGD) if not name.startswith("_")}
-    assert made <= set(vars(AdpsgdLocalSGD))
 
 
 def check_best_and_resume(facts: dict) -> None:

@@ -91,43 +91,23 @@ def test_as_plain_horovod(tmp_path: Path) -> None:
     check(run(tmp_path, 4, 4, "mpirun"), 4)
 
 
-def test_a_loader_knows_its_last_batch_and_has_one() -> None:
-    from hvd_adpsgd.integrations.lightning import _Ahead
-
-    for order, batches in (([4, 1, 0, 3], [[4, 1, 0], [3]]), ([], [[0, 1, 2]])):
-        loader = _Ahead(range(5), batch_size=3, sampler=order)  # type: ignore[arg-type]
-        seen = [(loader.number, loader.is_last, batch.tolist()) for batch in loader]
-        last = len(batches)
-        assert seen == [(i, i == last, batch) for i, batch in enumerate(batches, 1)]
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_speeds_divide_the_data_of_a_single_loader(
-    several: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speeds_divide_no_data_of_several_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
     from hvd_adpsgd.integrations import lightning
 
     monkeypatch.setattr(lightning.hvd, "size", lambda: 2)
     module = SimpleNamespace(training_step=lambda batch: None)
-    trainer = SimpleNamespace(
+    module.trainer = SimpleNamespace(
         training=True, current_epoch=3, limit_train_batches=4, callbacks=[], max_steps=-1, overfit_batches=0,
-        val_check_interval=1.0, check_val_every_n_epoch=1, lightning_module=module,
+        val_check_interval=1.0, check_val_every_n_epoch=1, lightning_module=module, max_epochs=5,
     )  # fmt: skip
-    module.trainer = trainer
     strategy = lightning.AdpsgdStrategy.__new__(lightning.AdpsgdStrategy)
-    strategy._lightning_module, strategy._divided_at = module, -1
+    strategy._lightning_module, strategy._divided_at, strategy._row = module, -1, 0
     sampler = DistributedSampler(range(31), 2, 0)  # type: ignore[arg-type]
-    loaders = [
-        DataLoader(range(31), batch_size=3, sampler=sampler)
-        for _ in range(2)  # type: ignore[arg-type]
-    ]
-    for loader in loaders[: 1 + several]:
+    first, second = (DataLoader(range(31), batch_size=3, sampler=sampler) for _ in range(2))  # type: ignore[arg-type]
+    for loader in (first, second):
         assert strategy.process_dataloader(loader) is loader
-    chosen = loaders[0].batch_sampler.sampler  # type: ignore[union-attr]
-    assert (chosen is sampler) == several
-    assert several or (chosen._number, chosen.batch_size) == (4 * 2 * 3, 3)
-    trainer.training, trainer.current_epoch = False, 4
-    assert strategy.process_dataloader(loaders[1]).batch_sampler.sampler is sampler  # of validation
+        assert (type(first) is DataLoader) == (loader is second)
+    assert first.batch_sampler.sampler is second.batch_sampler.sampler is sampler  # type: ignore[union-attr]
 
 
 def case(tmp_path: Path, name: str, np: int = 4, k: int = 2, launcher: str = "mpirun") -> Result:
@@ -180,16 +160,28 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, k: int) -> None
 
 @pytest.mark.extended
 @pytest.mark.alone
-def test_a_slow_learner_gets_less(tmp_path: Path) -> None:
-    """Epochs take the time of the summed speeds; with equal numbers of steps it would be 2.5 times."""
-    learners = case(tmp_path, "slow", k=1).checked().by_rank()
+@pytest.mark.parametrize(
+    ("name", "validated", "best"),
+    [
+        ("slow", [0, 200, 400], "epoch=1-step=400.ckpt"),
+        ("by_steps", [0, 100, 200, 300], "epoch=1-step=300.ckpt"),
+    ],
+)
+def test_a_slow_learner_gets_less(
+    name: str, validated: list[int], best: str, tmp_path: Path
+) -> None:
+    """It takes the time of the summed speeds; with equal numbers of steps it would be 2.5 times."""
+    learners = case(tmp_path, name, k=1).checked().by_rank()
     assert time_over_ideal(learners) < 1.1
-    for epoch in range(3):
+    steps = validated[-1]
+    for epoch in range(-(-steps // 200)):
+        made = min(200, steps - 200 * epoch)  # limit_train_batches is of each learner
         rows = [row for facts in learners for row in facts["rows"][epoch]]
-        assert len(rows) == len(set(rows)) == 4 * 200 * 5  # limit_train_batches is of each learner
-    for facts in learners:  # files are named by the job's steps; schedules follow it, a second late
-        assert facts["best"].endswith("epoch=2-step=600.ckpt")
-        assert 0.8 * 600 < facts["scheduled"][-1] <= 600, facts["scheduled"]
+        assert len(rows) == len(set(rows)) == 4 * made * 5
+        assert all(facts["bars"][epoch] == [200, made] for facts in learners)
+    for facts in learners:  # validation, files, schedules and bars follow the job's steps
+        assert facts["validated"] == validated and facts["best"].endswith(best), facts
+        assert facts["scheduled"][-1] == steps, facts["scheduled"]
 
 
 @pytest.mark.extended
@@ -222,14 +214,24 @@ def test_uneven_numbers_of_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_another_number_of_super_learners_resumes(tmp_path: Path) -> None:
-    before = case(tmp_path, "resumed").checked().by_rank()
-    assert {facts["counted"] for facts in before} == {2 * 8}
-    after = case(tmp_path, "resumed", np=5, k=1, launcher="torchrun").checked().by_rank()
-    assert {(facts["size"], facts["epochs"]) for facts in after} == {(5, 4)}
-    # 16 steps before, then 2 epochs of 160 / 5 / 5 batches, rounded up
-    assert {facts["counted"] for facts in after} == {16 + 2 * 7}
-    assert all(facts["begins"] for facts in after) and after[0]["loss"] < before[0]["loss"]
+@pytest.mark.parametrize(
+    ("name", "end", "first", "rest"),
+    [
+        ("resumed", 0, [0, 8, 16], [16, 23, 30]),  # then epochs of 160 / 5 / 5 batches, rounded up
+        # in mid-epoch: 80 of its 160 rows are left, of which a step takes 50 instead of 40
+        ("resumed_by_steps", 20, [0, *range(2, 21, 2)], [7, 11, 15, 19]),
+    ],
+)
+def test_another_number_of_super_learners_resumes(
+    name: str, end: int, first: list[int], rest: list[int], tmp_path: Path
+) -> None:
+    before = case(tmp_path, name).checked().by_rank()
+    after = case(tmp_path, name, np=5, k=1, launcher="torchrun").checked().by_rank()
+    for learners, validated in ((before, first), (after, rest)):
+        assert all(facts["validated"] == validated for facts in learners), learners
+        assert all(facts["counted"] == max(validated[-1], end) for facts in learners)
+    assert all(facts["begins"] and facts["size"] == 5 for facts in after)
+    assert name != "resumed" or after[0]["loss"] < before[0]["loss"]
 
 
 @pytest.mark.extended

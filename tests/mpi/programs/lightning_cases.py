@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hvd_adpsgd.errors import ConfigError, LearnerFailedError
 AdpsgdStrategy = hvd_adpsgd.integrations.lightning.AdpsgdStrategy
 SAVED = Path(sys.argv[2])
 EPOCHS = 4
+NOTED = ("rows", "step_s", "span", "scheduled", "bars", "validated")
 X = torch.randn(160, 6, generator=torch.Generator().manual_seed(0))
 DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))
 
@@ -35,6 +37,7 @@ class Net(lightning.LightningModule):
         super().__init__()
         self.a, self.b = torch.nn.Linear(6, 8), torch.nn.Linear(8, 1)
         self.same_inside, self.steps, self.first = True, 0, ""
+        self.validated: list[int] = []
 
     def on_train_start(self) -> None:
         self.first = digest(self.state_dict().values())
@@ -52,18 +55,23 @@ class Net(lightning.LightningModule):
         self.same_inside &= same_inside(self.parameters())
         self.steps += 1
 
+    def on_validation_end(self) -> None:
+        self.validated.append(self.trainer.global_step)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
 
 
 class Slow(Net):
-    """Learner 0 needs three times as long. Notes rows, times of steps, counts of schedules."""
+    """Learner 0 needs three times as long. Notes rows, times of steps, counts of schedules, bars."""
 
     def on_train_start(self) -> None:
         self.rows, self.step_s, self.scheduled, self.span = [], [], [], [time.monotonic()]
+        self.bars: list[Any] = []
 
     def on_train_epoch_start(self) -> None:
         self.rows.append([])
+        self.bars.append([self.trainer.num_training_batches, 0])
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.at = time.monotonic()
@@ -75,6 +83,7 @@ class Slow(Net):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.step_s.append(time.monotonic() - self.at)
+        self.bars[-1][1] = self.trainer.fit_loop.batch_idx + 1
         self.scheduled.append(self.lr_schedulers().last_epoch)  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
@@ -195,27 +204,34 @@ def uneven() -> None:
     say(**told(model, trainer))
 
 
-def resumed() -> None:
-    """Two epochs; or, if there is a checkpoint, the rest."""
-    model, last = Net(), SAVED / "last.ckpt"
-    if not last.exists():
-        trainer = fit(model, max_epochs=2)
-        say(**told(model, trainer), counted=trainer.global_step)
-        return
-    state = torch.load(last, weights_only=True)["state_dict"]
-    trainer = fit(model, last)
-    begins = model.first == digest(state.values())
-    say(**told(model, trainer), counted=trainer.global_step, begins=begins)
+def resumed(name: str = "last.ckpt", epochs: Any = (2, EPOCHS), **how: Any) -> None:
+    """The first epochs, or up to the last step; if there is that checkpoint, the rest."""
+    model, last = Net(), SAVED / name
+    state = torch.load(last, weights_only=True)["state_dict"] if last.exists() else {}
+    saves = ModelCheckpoint(SAVED, "{step}", save_top_k=-1, every_n_train_steps=6)
+    how |= {"max_epochs": epochs[bool(state)], "callbacks": [saves] if how else []}
+    trainer = fit(model, last if state else None, **how)
+    begins, counted = model.first == digest(state.values()), trainer.global_step
+    say(**told(model, trainer), counted=counted, begins=begins, validated=model.validated)
 
 
-def slow() -> None:
-    """Three epochs, each of 4000 other rows of 5000; files are named by the step."""
+def slow(every: int = 0, **how: Any) -> None:
+    """Epochs of 4000 other rows of 5000; files are named by the step."""
     model, rows = Slow(), torch.arange(5000.0).unsqueeze(1).expand(-1, 6)
-    data, named = torch.utils.data.TensorDataset(rows, rows), ModelCheckpoint(SAVED / "named")
-    trainer = fit(model, data=data, max_epochs=3, limit_train_batches=200, callbacks=[named])
+    data = torch.utils.data.TensorDataset(rows, rows)
+    named = ModelCheckpoint(SAVED / "named", every_n_train_steps=every or None)
+    trainer = fit(model, data=data, limit_train_batches=200, callbacks=[named], **how)
     model.span.append(time.monotonic())
-    notes = {name: getattr(model, name) for name in ("rows", "step_s", "span", "scheduled")}
+    notes = {name: getattr(model, name) for name in NOTED}
     say(**told(model, trainer), **notes, best=named.best_model_path)
+
+
+by_steps = partial(slow, 150, max_epochs=-1, max_steps=300, val_check_interval=0.5)
+
+
+resumed_by_steps = partial(
+    resumed, "step=6.ckpt", (-1, -1), max_steps=20, val_check_interval=4, accumulate_grad_batches=2
+)
 
 
 def stopped() -> None:
@@ -283,5 +299,5 @@ def strategies() -> None:
 torch.set_num_threads(1)
 os.chdir(SAVED)
 {"killed": fails, "raises": fails, "preempted": fails, "manual": manual, "uneven": uneven,
- "resumed": resumed, "slow": slow, "strategies": strategies, "stopped": stopped,
- "ema": ema}[sys.argv[1]]()  # fmt: skip
+ "resumed": resumed, "slow": partial(slow, max_epochs=2), "strategies": strategies, "stopped": stopped,
+ "ema": ema, "by_steps": by_steps, "resumed_by_steps": resumed_by_steps}[sys.argv[1]]()  # fmt: skip
