@@ -43,7 +43,7 @@ class Member:
         self.rank = rank
         self.news, self._news = os.pipe2(os.O_NONBLOCK)
         self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
-        self.wire = TcpWire(SystemClock(), rank, MEMBERS, self.news, self._dials, 64, 1e6, 1e6)
+        self.wire = TcpWire(SystemClock(), rank, MEMBERS, self.news, self._dials, 1e6)
         self.model = Shown(np.full(elements, float(rank)))
         part = self.model.memory.layout.parts[0]
         self.fingerprint, self.chunks = part.fingerprint, part.last_chunk

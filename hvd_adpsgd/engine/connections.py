@@ -51,9 +51,7 @@ log = logging.getLogger("hvd_adpsgd")
 
 # longest time for the proof that the other end of a connection belongs to the job
 _HANDSHAKE_S = 5.0
-# most connections that an engine keeps open, if no more are in use; a host has 1024 descriptors per process
-MOST_CONNECTIONS = 128
-IDLE_S = 300.0  # after which a connection is closed until it is needed
+_FILES = 8  # descriptors for each other end: two connections, of a few engines and of the learners' Hub
 # most accepted connections whose other end has not proven that it belongs to the job
 _UNPROVEN = 64
 # seconds between two attempts to connect to a peer: first, longest
@@ -91,7 +89,7 @@ class Connections:
 
     Args:
         rank, size: of this engine or learner, and how many there are.
-        config: the options nics, connections, idle_connection_s and failure_timeout_s are used.
+        config: the options nics and failure_timeout_s are used.
         kind: what the ends are in error messages: "super learner" or "learner".
         tend: called once per second on this object's thread, for a wire that no engine's thread drives.
 
@@ -135,8 +133,8 @@ class Connections:
             self._news_out, self._news_in = self._pipe()
             self._dials_out, self._dials_in = self._pipe()
             pipes = self._news_out, self._dials_in
-            seconds = IDLE_S, config.failure_timeout_s
-            self.wire = TcpWire(SystemClock(), rank, size, *pipes, MOST_CONNECTIONS, *seconds)
+            self.wire = TcpWire(SystemClock(), rank, size, *pipes, config.failure_timeout_s)
+            _allow_files(_FILES * size)
         except OSError as error:
             self._close_pipes()
             raise self._cannot_open(error) from error
@@ -511,6 +509,13 @@ def _forget_all() -> None:
 os.register_at_fork(
     before=_forks.acquire, after_in_parent=_forks.release, after_in_child=_forget_all
 )
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process's limit of open files to the system's, if it is below `count`: often it is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count and soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _is_written(pipe: int, record: bytes) -> bool:

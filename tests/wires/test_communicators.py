@@ -146,24 +146,6 @@ def test_one_that_never_said_anything_is_found_to_have_ended(
         attempt.gather(None)
 
 
-def test_a_busy_learner_is_not_taken_for_ended(hubs: Callable[[int], list[Hub]]) -> None:
-    """Those that wait for it dial again and again, if connections rest soon: it reads all of them later."""
-    made = hubs(2)
-    comms = communicators(made, [0, 1])
-    assert comms[0] is not None and comms[1] is not None
-    for count in range(5):  # connections that learner 0 has not looked at
-        made[1]._wire.call(0)
-        comms[1].send(0, count, b"%d" % count)
-        until_sent(comms[1])
-        made[1]._wire.rest_all()
-    found: list[tuple[int, int, Any]] = []
-    ends = time.monotonic() + LONGEST_S
-    while len(found) < 5 and time.monotonic() < ends:
-        found += comms[0].poll()
-    assert [(tag, bytes(data)) for _, tag, data in found] == [(i, b"%d" % i) for i in range(5)]
-    assert made[0].ended == made[1].ended == set()
-
-
 def first_has_come(made: list[Hub]) -> list[Communicator]:
     """The communicators of two learners, with a connection from learner 0 to learner 1."""
     comms = [comm for comm in communicators(made, [0, 1]) if comm]

@@ -20,7 +20,7 @@ def test_a_wire_without_descriptors_says_so(left: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + left, hard))
     try:
         with pytest.raises(OSError, match="ulimit -n") as found:
-            TcpWire(SystemClock(), 0, 2, news, dials, 64, 1e6, 1e6)
+            TcpWire(SystemClock(), 0, 2, news, dials, 1e6)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found.value.errno == errno.EMFILE

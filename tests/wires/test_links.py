@@ -101,7 +101,7 @@ class Speaker:
         self.rank = rank
         self.news, self._news = os.pipe2(os.O_NONBLOCK)
         self.dials, self._dials = os.pipe2(os.O_NONBLOCK)
-        self.wire = TcpWire(SystemClock(), rank, TWO, self.news, self._dials, 64, 1e6, 1e6)
+        self.wire = TcpWire(SystemClock(), rank, TWO, self.news, self._dials, 1e6)
         self.sent = 0
 
     connect, dialed = Member.connect, Member.dialed

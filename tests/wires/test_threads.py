@@ -146,32 +146,6 @@ def test_nobody_dials_before_there_is_something_to_say(
     assert [m.connections for m in (a, b, c)] == [(1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0)]
 
 
-def test_connections_beyond_the_bound_are_closed_and_opened_again(
-    started: Callable[..., list[SuperLearner]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvd_adpsgd.engine.connections.MOST_CONNECTIONS", 1)
-    a, b, c = started(3, report_s=0)
-    total = sum(m.model.sum() for m in (a, b, c))
-    for _ in range(3):
-        for other in (b, c):
-            exchange(a, other)
-            until(lambda: a.connections[0] == 1)
-    assert a.connections[2] >= 6  # dialed in all
-    assert states(a) == states(b) == states(c) == [PeerState.ALIVE] * 3
-    assert abs(sum(m.model.sum() for m in (a, b, c)) - total) < 1e-6
-
-
-def test_idle_connections_are_closed(
-    started: Callable[..., list[SuperLearner]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvd_adpsgd.engine.connections.IDLE_S", 1.0)
-    a, b = started(2, report_s=0)
-    exchange(a, b)
-    until(lambda: a.connections[:2] == b.connections[:2] == (0, 0))
-    exchange(a, b)
-    assert states(a) == states(b) == [PeerState.ALIVE] * 2
-
-
 def of_optimizer(engine: Engine, **world: Any) -> Engines:
     """What an optimizer has around its engine, without the rest of a job."""
     engines = Engines.__new__(Engines)

@@ -7,7 +7,7 @@ from hvd_adpsgd.engine.wire cimport AnyWire, Clock, Wire
 
 cdef struct Head:           # 8 bytes before each message on a connection: its length and its channel
     int32_t nbytes
-    int32_t channel         # of the message; negative: no message but a notice (REST, CLOSE, COUNT, ...)
+    int32_t channel         # of the message; negative: no message but a notice (CLOSE, COUNT, ...)
 
 cdef struct News:           # a record from the thread that opens connections
     int32_t kind
@@ -18,9 +18,8 @@ cdef struct Link:           # a connection, on which messages travel from the si
     int fd                  # -1: the connection is being dialed
     int peer
     bint incoming           # the peer dialed
-    bint rested             # the sender closed it while idle, and dials again for its next message
+    bint turned_away        # the peer was sent OUT
     bint blocked            # epoll reports when the socket accepts more bytes
-    double used             # when a message was last sent
     double since            # while being dialed: since when the peer has answered nothing
     double owed_since       # since when the peer's host has owed an acknowledgement; 0: it owes none
     Head head               # of the message that is being received
@@ -40,7 +39,7 @@ cdef struct Neighbour:      # a peer
     bint failed
     bint closed             # the peer sent CLOSE, or refused while no connection was broken: it may have left
     bint refused            # the peer's host refuses connections: its process has ended
-    bint broken             # a connection ended without CLOSE or REST, and none was opened since
+    bint broken             # a connection ended without CLOSE, and none was opened since
     bint listed             # in the list of peers that are ending, or whose failure is not yet reported
     double ended            # when the first of its connections ended for good; 0: none has
     int next_listed         # the next peer in that list
@@ -60,14 +59,10 @@ cdef struct Sockets:
     Posts posts
     Link* links             # list of all links
     Link* dead              # list of links to be freed
-    int nout                # connections that this side dialed
-    int most                # limit of `nout`; connections in use may exceed it
-    double idle_s           # a connection that has carried no message for so long is closed
     double failure_s        # a peer whose host has owed an answer for so long has failed
-    double looked           # when connections were last searched for idle ones and silent hosts
+    double looked           # when connections were last searched for silent hosts
     int64_t dialed          # connections dialed so far
     int64_t accepted        # connections accepted so far
-    bint crowded            # `nout` exceeds `most`, and a connection has become idle
     bint over               # the wire is closed
     int alarm               # descriptor of an eventfd: readable once tcp_wake was called
     int64_t waits           # 1 while the engine's thread is in tcp_wait

@@ -94,8 +94,7 @@ cdef extern from "<netinet/in.h>" nogil:
     enum: IPPROTO_TCP
 
 cdef enum:
-    REST = -1               # Head.channel of a notice: the sender closes this connection, which is idle
-    CLOSE = -2              # the engine that sends this ends
+    CLOSE = -2              # Head.channel of a notice: the engine that sends this ends
     COUNT = -3              # from the receiver: it has received Head.nbytes messages completely
     ASK_COUNT = -4          # from the sender: it needs a COUNT now
     OUT = -5                # from the receiver: it has taken the sender for failed
@@ -127,12 +126,11 @@ cdef Link* open_link(Sockets* s, int peer, bint incoming, int fd) noexcept nogil
     link.fd = fd
     link.peer = peer
     link.incoming = incoming
-    link.used = link.since = time_of(s)
+    link.since = time_of(s)
     link.after = s.links
     if s.links != NULL:
         s.links.before = link
     s.links = link
-    s.nout += not incoming
     return link
 
 
@@ -178,7 +176,6 @@ cdef void close_link(Sockets* s, Link* link) noexcept nogil:
     link.before = NULL
     link.after = s.dead
     s.dead = link
-    s.nout -= not link.incoming
 
 
 cdef void bury(Sockets* s) noexcept nogil:
@@ -202,14 +199,14 @@ cdef void detach(Sockets* s, Link* link) noexcept nogil:
 cdef void end_link(Sockets* s, Link* link) noexcept nogil:
     """Process the end of a connection.
 
-    After REST nothing follows. If the peer leaves or its host refused, the peer is listed as ending. Else the
-    peer is dialed, which shows whether it lives."""
+    If the peer leaves or its host refused, the peer is listed as ending. Else the peer is dialed, which shows
+    whether it lives."""
     cdef Neighbour* p = &s.peers[link.peer]
-    cdef bint rested = link.rested, dialed = p.out == NULL or p.out == link
+    cdef bint dialed = p.out == NULL or p.out == link
     cdef int peer = link.peer
     cdef double since = link.owed_since
     detach(s, link)
-    if rested or p.failed:
+    if p.failed:
         return
     if not p.closed and not p.refused:
         p.broken = True
@@ -297,7 +294,7 @@ cdef bint is_silent(Sockets* s, Link* link, double t) noexcept nogil:
 
 
 cdef void look_around(Sockets* s) noexcept nogil:
-    """Every LOOK_S: search all connections for silent hosts and idle ones; repeat dials and counts."""
+    """Every LOOK_S: search all connections for silent hosts; repeat dials and counts."""
     cdef double t = time_of(s)
     cdef Link* link = s.links
     cdef Link* following
@@ -323,11 +320,8 @@ cdef bint look_at(Sockets* s, Link* link, double t) noexcept nogil:
     elif is_silent(s, link, t):
         end_link(s, link)
         return True
-    elif link.incoming:
-        if p.owed > 0:
-            confirm(s, link)
-    elif t > link.used + s.idle_s:
-        rest(s, link)
+    elif link.incoming and p.owed > 0:
+        confirm(s, link)
     return False
 
 
@@ -337,18 +331,6 @@ cdef void tcp_lives(Wire* wire, int peer) noexcept nogil:
 
 
 # ---- sending -------------------------------------------------------------------------------
-
-cdef bint is_idle(Sockets* s, Link* link) noexcept nogil:
-    """Whether a connection is open and all messages are confirmed, so that it can be closed without loss."""
-    return link.fd >= 0 and s.peers[link.peer].outgoing.first == NULL
-
-
-cdef void rest(Sockets* s, Link* link) noexcept nogil:
-    """Close an outgoing connection if it is idle; the next message dials another one."""
-    if is_idle(s, link) and say(link, REST, 0):
-        link.rested = True
-        end_link(s, link)
-
 
 cdef bint say(Link* link, int channel, int number) noexcept nogil:
     """Send a notice: a head without a message. Return whether the socket has taken all of it."""
@@ -363,25 +345,6 @@ cdef bint say(Link* link, int channel, int number) noexcept nogil:
     if 0 < n < <ssize_t>sizeof(Head):
         shutdown(link.fd, SHUT_RDWR)        # the receiver could not parse what follows a part of a head
     return n == sizeof(Head)
-
-
-cdef void make_room(Sockets* s) noexcept nogil:
-    """If more than `most` connections are dialed, close the least recently used one.
-
-    If its messages are not confirmed, ask for a COUNT first: it is closed later."""
-    cdef Link* link = s.links
-    cdef Link* oldest = NULL
-    if s.nout <= s.most:
-        return
-    while link != NULL:
-        if not link.incoming and link.fd >= 0 and s.peers[link.peer].outgoing.unsent == NULL and (
-                oldest == NULL or link.used < oldest.used):
-            oldest = link
-        link = link.after
-    if oldest != NULL and is_idle(s, oldest):
-        rest(s, oldest)
-    elif oldest != NULL:
-        say(oldest, ASK_COUNT, 0)
 
 
 cdef void dial(Sockets* s, Link* link) noexcept nogil:
@@ -399,12 +362,10 @@ cdef Link* link_to(Sockets* s, int peer) noexcept nogil:
         p.out = open_link(s, peer, False, -1)
         if p.out != NULL:
             dial(s, p.out)
-            make_room(s)
     return p.out
 
 
 cdef void enqueue(Sockets* s, Link* link, Post* post) noexcept nogil:
-    link.used = time_of(s)
     if append(&s.peers[link.peer].outgoing, post) and link.fd >= 0:
         send_queue(s, link)
 
@@ -504,8 +465,6 @@ cdef bint obey_count(Sockets* s, Link* link, uint32_t count) noexcept nogil:
         return False
     if resumed:
         await_room(s, link, u.unsent != NULL)
-    if u.first == NULL:
-        s.crowded = s.nout > s.most
     return True
 
 
@@ -559,8 +518,6 @@ cdef bint obey(Sockets* s, Link* link, Head* head) noexcept nogil:
         return False
     if head.channel == CLOSE:
         p.closed = True
-    elif head.channel == REST and link.incoming:
-        link.rested = True
     elif head.channel == ASK_COUNT and link.incoming:
         p.owed += SMALL
     elif head.channel == OUT and not link.incoming:
@@ -691,8 +648,8 @@ cdef void turn_away(Sockets* s, Link* link) noexcept nogil:
     """Send OUT to a peer that was taken for failed and has dialed again, and drop what it sends."""
     cdef char waste[WASTE]
     cdef ssize_t n
-    if not link.rested:
-        link.rested = say(link, OUT, 0)
+    if not link.turned_away:
+        link.turned_away = say(link, OUT, 0)
     n = recv(link.fd, waste, WASTE, MSG_DONTWAIT)
     if n == 0 or (n < 0 and not is_passing(errno)):
         detach(s, link)
@@ -766,9 +723,6 @@ cdef void tcp_progress(Wire* wire) noexcept nogil:
                 send_queue(s, link)
     if s.listed != NOBODY:
         fail_ended(s)
-    if s.crowded:
-        s.crowded = False
-        make_room(s)
     bury(s)
 
 
@@ -876,8 +830,6 @@ cdef class TcpWire(AnyWire):
         size: how many engines the wire connects.
         news: non-blocking descriptor from which News records (opened connections) are read.
         dials: non-blocking descriptor to which the ranks to dial are written, int32.
-        most: limit of dialed connections; connections in use may exceed it.
-        idle_s: a dialed connection is closed when it has carried no message for so long, seconds.
         failure_s: a peer whose host has owed an acknowledgement for so long has failed, seconds.
     """
 
@@ -886,8 +838,7 @@ cdef class TcpWire(AnyWire):
     REFUSED = NEWS_REFUSED
     LIVES = NEWS_LIVES
 
-    def __cinit__(self, AnyClock clock, int rank, int size, int news, int dials, int most, double idle_s,
-                  double failure_s):
+    def __cinit__(self, AnyClock clock, int rank, int size, int news, int dials, double failure_s):
         cdef Sockets* s = &self.sockets
         cdef epoll_event event
         memset(s, 0, sizeof(Sockets))
@@ -895,7 +846,7 @@ cdef class TcpWire(AnyWire):
         s.clock = &clock.calls
         s.wire = &self.calls
         s.rank, s.size, s.news, s.dials = rank, size, news, dials
-        s.most, s.idle_s, s.failure_s, s.listed = most, idle_s, failure_s, NOBODY
+        s.failure_s, s.listed = failure_s, NOBODY
         s.epoll = epoll_create1(EPOLL_CLOEXEC)
         s.alarm = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if s.epoll < 0 or s.alarm < 0:
@@ -979,17 +930,6 @@ cdef class TcpWire(AnyWire):
         drop(&self.sockets.posts, stray)
         return found
 
-    def rest_all(self):
-        """Close all idle connections that this side dialed; the next message dials another one."""
-        cdef Link* link = self.sockets.links
-        cdef Link* following
-        while link != NULL:
-            following = link.after
-            if not link.incoming:
-                rest(&self.sockets, link)
-            link = following
-        bury(&self.sockets)
-
     def fileno(self):
         """Return epoll's descriptor, which is readable when `progress` has something to do."""
         return self.sockets.epoll
@@ -1001,12 +941,9 @@ cdef class TcpWire(AnyWire):
         return tcp_next_failed(&self.calls, look)
 
     def call(self, int peer):
-        """Keep a connection to a peer open, so that the end of the peer is noticed."""
-        cdef Link* link
+        """Connect to a peer, so that the end of the peer is noticed."""
         if not self.sockets.peers[peer].failed:
-            link = link_to(&self.sockets, peer)
-            if link != NULL:
-                link.used = time_of(&self.sockets)      # not to be closed as idle
+            link_to(&self.sockets, peer)
 
     @property
     def strays(self):
