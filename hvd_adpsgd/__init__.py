@@ -8,4 +8,4 @@ from hvd_adpsgd.errors import *  # noqa: F403
 
 __version__ = "0.1.0.dev0"
 # Version of all that learners send each other (messages, chunks, agreements); raise it with every change.
-PROTOCOL = 8
+PROTOCOL = 9

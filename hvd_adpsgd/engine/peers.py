@@ -4,7 +4,7 @@ import enum
 
 
 class PeerState(enum.IntEnum):
-    """State of a peer super learner; the values are those of ext/hvd_adpsgd/engine/membership.pxd.
+    """State of a peer super learner; the values are those of ext/hvd_adpsgd/engine/core.pxd.
 
     ALIVE    --silent-->    SUSPECT    no new exchange is started with it, but its requests are answered
     SUSPECT  --answers-->   ALIVE

@@ -242,7 +242,7 @@ def test_nobody_comes_in_place_of_one_that_lives() -> None:
 
 
 def test_a_seed_is_the_same_run_on_every_machine() -> None:
-    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "fd58b738f388a5e6"
+    assert digest([run(Scenario.random(seed)) for seed in range(40)]) == "13b14c8bf2c16620"
 
 
 def test_a_scenario_is_the_same_after_its_way_through_json() -> None:

@@ -82,16 +82,16 @@ def test_reports_cost_one_message_per_second() -> None:
 
 
 def test_reports_under_way_hold_nobody_who_leaves() -> None:
-    """Nothing arrives at 1 from 0, which leaves: 2 takes its departure over."""
+    """Nothing arrives at 1 from 0, which leaves: it waits for the answer of 1 half of its time, as without reports."""
     network = Network(3, 1, 1e-4, 1.0, 1e9, eager=0.0)
     job = Job(network, 2, checks=False)
     for _ in range(3):
-        job.add([], options(0.0, 20.0, 0.1), np.zeros((1, 1)), 10**6, 0.1, 0.1)
+        job.add([], options(0.0, 4.0, 0.1), np.zeros((1, 1)), 10**6, 0.1, 0.1)
     job.strike(0.0, "cut", 0, 1, 100.0)
     job.strike(2.0, "leave", 0)
     job.run_for(2.0)
     assert job.loop_of(0).view()["sending"]
-    job.run_for(4.0)
+    job.run_for(2.5)
     assert job.loop_of(0).view()["ended"]
 
 

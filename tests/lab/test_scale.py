@@ -1,7 +1,6 @@
-"""Nothing grows with the number of super learners but what a departure needs: log2(n) messages of each."""
+"""With more super learners each does as much as with few; departures, of which each tells all its peers, are soon known."""
 
 import json
-import math
 import subprocess
 import sys
 
@@ -13,13 +12,9 @@ from hvd_adpsgd_lab.simulation.scenario import schedules
 
 from hvd_adpsgd.engine.engine_options import EngineOptions
 
-CONTROL = 1  # channel, as in engine/wire.pxd
-BYE, NEWS, BYE_SEEN = 4, 5, 6
-
-
 def leaving(n: int, steps: list[int]) -> tuple[Job, Network]:
     """Engines that leave after so many steps each."""
-    network = Network(n, 1, 50e-6, 1.0, 1e9, trace=True)
+    network = Network(n, 1, 50e-6, 1.0, 1e9)
     job = Job(network, 2)
     for count, schedule in zip(steps, schedules("random_pairs", n), strict=True):
         model = np.zeros((1, 1))
@@ -27,43 +22,15 @@ def leaving(n: int, steps: list[int]) -> tuple[Job, Network]:
     return job, network
 
 
-def departures(network: Network, n: int) -> dict[int, np.ndarray]:
-    """Messages of each kind that each engine has sent."""
-    sent = {kind: np.zeros(n, int) for kind in (BYE, NEWS, BYE_SEEN)}
-    for _, _, src, _, channel, _, kind, _ in network.messages():
-        if channel == CONTROL and kind in sent:
-            sent[kind][src] += 1
-    return sent
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 16, 64])
-def test_a_departure_costs_each_engine_log2_n_messages(n: int) -> None:
-    steps = [60] * n
-    steps[n // 2] = 3
-    job, network = leaving(n, steps)
-    job.run_for(0.04)  # the others have some steps left
-    sent = departures(network, n)
-    hops = math.ceil(math.log2(n))
-    assert sent[BYE][n // 2] == sent[BYE].sum() <= hops
-    assert sent[NEWS].max() <= hops
-    known = [job.loop_of(i).peers()[n // 2] for i in range(n) if i != n // 2]
-    assert known == [2] * (n - 1)  # left
-    assert sent[BYE_SEEN].sum() == sent[BYE].sum() + sent[NEWS].sum()
-
-
-@pytest.mark.parametrize("n", [16, 64, 256])
-def test_engines_that_leave_together_say_it_few_times_and_soon(n: int) -> None:
-    """In 2 ms, which is some twenty hops of the news; nobody waits for one that has ended already."""
-    job, network = leaving(n, [20] * n)
+@pytest.mark.parametrize("n", [2, 3, 16, 64])
+def test_engines_that_leave_together_do_not_wait_for_each_other(n: int) -> None:
+    job, _ = leaving(n, [20] * n)
     job.run(30)
-    sent = sum(departures(network, n).values())
-    assert sent.mean() < 12 * math.log2(n)  # to each other: 2 (n - 1)
     assert job.summary()["seconds"] < 0.1  # deadline: 5 s
 
 
-@pytest.mark.parametrize("n", [9, 16, 64])
+@pytest.mark.parametrize("n", [2, 9, 64])
 def test_who_stays_learns_of_all_that_leave_together(n: int) -> None:
-    """Also of those whose listeners leave at the same time: who leaves takes over nobody's telling."""
     stays = {1, n // 2}
     job, _ = leaving(n, [60 if i in stays else 5 for i in range(n)])
     job.run_for(0.04)

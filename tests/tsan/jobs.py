@@ -250,7 +250,7 @@ class Job:
                 loop, store = member.engine.loop, member.engine.memory.own.store
                 if loop is None:
                     continue
-                loop.view(), loop.counters(), loop.under_way(), loop.peers(), loop.peer_events()
+                loop.view(), loop.counters(), loop.peers(), loop.peer_events()
                 loop.fault(), loop.finished(), loop.cpu_s(), loop.void_chunks(), loop.met(0)
                 store.left_out(1), len(store)
             time.sleep(1e-3)

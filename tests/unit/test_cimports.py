@@ -11,7 +11,7 @@ LAB = ROOT / "lab" / "ext" / "hvd_adpsgd_lab"
 # Each may cimport what stands before it.
 ORDER = """
     kernels codes doorbell store mailbox wire wire_mpi matching unconfirmed wire_tcp agreement
-    membership reports core loop
+    core loop
 """.split()
 CIMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+cimport|cimport\s+([\w.]+))", re.MULTILINE)
 

@@ -7,15 +7,9 @@ cdef enum:
     NEWEST = 0x7FFFFFFF     # a message names our newest layout
 
 
-cdef int longest_message(int size) noexcept nogil:
-    """Return the bytes of the longest control message: with all departures, or with REPORTS reports."""
-    return max(<int>sizeof(Message) + departed_nbytes(size), <int>sizeof(Parcel))
-
-
-cdef bint open_control(Control* c, int size) noexcept:
-    cdef int nbytes = longest_message(size)
-    c.inbox = <Message*>calloc(1, nbytes)
-    c.taken = <Message*>calloc(1, nbytes)
+cdef bint open_control(Control* c) noexcept:
+    c.inbox = <Message*>calloc(1, sizeof(Parcel))
+    c.taken = <Message*>calloc(1, sizeof(Parcel))
     return c.inbox != NULL and c.taken != NULL
 
 
@@ -28,7 +22,7 @@ cdef void close_control(Control* c) noexcept:
 
 cdef void listen(Core* e) noexcept nogil:
     cdef Control* c = &e.control
-    if receive(e.wire, &c.listening, c.inbox, longest_message(e.wire.size), NOBODY, CONTROL) == WIRE_DOWN:
+    if receive(e.wire, &c.listening, c.inbox, sizeof(Parcel), NOBODY, CONTROL) == WIRE_DOWN:
         latch(&e.mailbox, FAULT_MPI, c.listening.code, NOBODY)
 
 
@@ -80,9 +74,7 @@ cdef bint is_sound(Core* e, const Message* m, int64_t nbytes) noexcept nogil:
         return False
     if m.kind == REPORT:
         return 0 < m.nchunks <= REPORTS and behind == m.nchunks * <int64_t>sizeof(Report)
-    if m.kind == BYE or m.kind == NEWS:
-        return behind == departed_nbytes(e.wire.size) and m.exchange <= e.wire.size
-    if m.kind == BYE_SEEN and m.exchange > e.wire.size:
+    if m.kind == BYE and m.exchange > 1:
         return False
     if m.kind == YES and same_layout(e, m) and (
             m.nchunks > generation(e).nchunks or m.window > layout_of(e, m.nchunks).turn):
@@ -173,18 +165,6 @@ cdef void send_window(Core* e, int peer, Kind kind, Exchange* x, int nchunks, in
     post(e, letter, sizeof(Message), peer)
 
 
-cdef void send_departures(Core* e, int peer, Kind kind) noexcept nogil:
-    """Send BYE or NEWS, with all departures that this engine knows of."""
-    cdef int nbytes = departed_nbytes(e.wire.size)
-    cdef Letter* letter = new_letter(e, peer, sizeof(Message) + nbytes)
-    cdef Message* message
-    if letter == NULL:
-        return
-    message = written(e, <Message*>(letter + 1), kind, e.membership.known, 0)
-    memcpy(message + 1, e.membership.departed, nbytes)
-    post(e, letter, <int>sizeof(Message) + nbytes, peer)
-
-
 cdef void tell_reports(Core* e) noexcept nogil:
     """Send the newest reports to a random peer, every `every_s` seconds.
 
@@ -246,14 +226,13 @@ cdef void post(Core* e, Letter* letter, int nbytes, int peer) noexcept nogil:
 cdef bint owes_answers(Core* e) noexcept nogil:
     """Whether messages about exchanges are still being sent to peers that may be waiting for them.
 
-    Departures do not count, as this engine ends only once another one has its departure; nor do reports,
-    which may be lost."""
+    Departures do not count, as this engine ends only once its peers have answered; nor do reports, which may be
+    lost."""
     cdef Letter* letter = e.control.outgoing
     cdef int kind
     while letter != NULL:
         kind = (<Message*>(letter + 1)).kind
-        if (kind != BYE and kind != NEWS and kind != BYE_SEEN and kind != REPORT
-                and e.membership.states[letter.transfer.peer] < LEFT):
+        if (kind != BYE and kind != BYE_SEEN and kind != REPORT and e.membership.states[letter.transfer.peer] < LEFT):
             return True
         letter = letter.next_one
     return False

@@ -4,18 +4,16 @@
 #     wire, clock     passed in: the wire moves bytes between super learners, the clock returns the time
 #     memory          the model in chunks (store.pyx)
 #     mailbox         orders of the trainer to the engine's thread, and what the trainer reads (mailbox.pxd)
-#     membership      states of the peers, and departures (membership.pyx)
+#     membership      states of the peers (membership.pxi), and this engine's departure (departures.pxi)
 #     control         control messages that are being received or sent (control.pxi)
-#     reports         the newest status report of each super learner (reports.pyx)
+#     reports         the newest status report of each super learner (reports.pxi)
 #     pairs           exchanges with one peer (pairs.pxi, lanes.pxi, partners.pxi, exchange.pxi)
 #     mean            the exact mean of all models (mean.pxi)
 from libc.stdint cimport int64_t, uint64_t
 
 from hvd_adpsgd.engine.agreement cimport AgreementState
 from hvd_adpsgd.engine.doorbell cimport ring
-from hvd_adpsgd.engine.membership cimport Membership
 from hvd_adpsgd.engine.mailbox cimport Mailbox, load
-from hvd_adpsgd.engine.reports cimport REPORTS, Report, Reports
 from hvd_adpsgd.engine.store cimport Memory, Neighbour
 from hvd_adpsgd.engine.wire cimport Clock, Transfer, Wire
 
@@ -24,6 +22,50 @@ cdef enum:
     SPARES = 2              # private buffers of exchanges that are over, kept for later exchanges; at most
     SETS = 8                # sets of buffers for differences in the memory that an engine shares on its host
     STAMP = 64              # bytes before each of these buffers: they name the exchange and the chunk
+    REPORT_NBYTES = 200     # longest text of a report
+    REPORTS = 16            # reports in one message, at most
+
+# ---- peers ---------------------------------------------------------------------------------
+
+cdef enum Peer:
+    ALIVE = 0
+    SUSPECT = 1
+    LEFT = 2
+    FAILED = 3
+
+cdef struct Membership:
+    int size
+    int own
+    char* states            # a Peer each
+    char* left_broken       # peers that left because they failed
+    char* ended             # peers of which the wire has reported that the process has ended
+    char* answered          # peers that have answered our BYE, or had left before
+    int64_t* changes        # counts changes of the membership, for the trainer (`peer_events`)
+    bint departing          # this engine has announced its departure
+    double said_at          # ... at this time
+    double leave_by         # when this engine ends at the latest; 0: it is not leaving
+    double checked_at       # when failures were last searched for
+
+cdef struct Report:
+    int64_t version         # counts the reports that its super learner has made; 0: none
+    int rank
+    int nbytes
+    char text[REPORT_NBYTES]
+
+cdef struct Known:          # the newest report of a super learner, in a list: last received first
+    Report report
+    double heard            # when it was received
+    Known* newer
+    Known* older
+
+cdef struct Reports:
+    int own
+    int size
+    Known* known            # by rank; NULL: this engine sends no reports and stores none
+    Known* newest           # first of the list
+    double every_s          # seconds between two messages
+    double next_at          # when the next message is due
+    uint64_t chance         # state of the random generator that chooses peers
 
 # ---- control -------------------------------------------------------------------------------
 
@@ -32,16 +74,15 @@ cdef enum Kind:
     ASK = 1
     YES = 2
     NO = 3
-    BYE = 4                 # the sender has left; all departures that the sender knows of follow the message
-    NEWS = 5                # other engines have left; all departures that the sender knows of follow
-    BYE_SEEN = 6            # answer to BYE or NEWS by an engine that stays; `exchange` is copied from it
-    CUT = 7                 # request: end this exchange after `nchunks` chunks, or a few more
-    CUT_SEEN = 8            # answer to CUT: the exchange ends after `nchunks` chunks
-    REPORT = 9              # `nchunks` reports follow the message
+    BYE = 4                 # the sender has left
+    BYE_SEEN = 5            # answer to BYE
+    CUT = 6                 # request: end this exchange after `nchunks` chunks, or a few more
+    CUT_SEEN = 7            # answer to CUT: the exchange ends after `nchunks` chunks
+    REPORT = 8              # `nchunks` reports follow the message
 
 cdef struct Message:
     int kind
-    int exchange            # number of the exchange; in BYE and NEWS: how many departures follow
+    int exchange            # number of the exchange; in BYE: 1 if the sender has failed, else 0
     int nchunks
     int first               # in ASK: first place of the exchange's window, see windows.pxi
     int generation
@@ -61,7 +102,7 @@ cdef struct Letter:         # a message that is being sent; its bytes follow thi
     Letter* next_one
 
 cdef struct Control:
-    Message* inbox          # receive buffer: a Message with all departures, or a Parcel, fits
+    Message* inbox          # receive buffer: a Parcel fits
     Message* taken          # the last message that has arrived, copied from `inbox`
     Transfer listening
     Letter* outgoing

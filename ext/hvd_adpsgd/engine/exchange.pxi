@@ -29,8 +29,7 @@ cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
     """Act on a control message.
 
     A message that a peer sent before it failed needs no check of its own: an ASK gets a NO, other messages
-    find no exchange with that peer, the peer stays FAILED, and the departures that it knew of are true."""
-    e.membership.mute[peer] = False
+    find no exchange with that peer, and the peer stays FAILED."""
     answers_again(e, peer)
     if m.kind == ASK:
         handle_ask(e, peer, m)
@@ -38,10 +37,10 @@ cdef void handle_control(Core* e, int peer, Message* m) noexcept nogil:
         handle_yes(e, peer, m)
     elif m.kind == NO:
         handle_no(e, peer, m)
-    elif m.kind == BYE or m.kind == NEWS:
-        handle_departures(e, peer, m)
+    elif m.kind == BYE:
+        handle_bye(e, peer, m)
     elif m.kind == BYE_SEEN:
-        note_answer(e, peer, m)
+        e.membership.answered[peer] = True
     elif m.kind == CUT:
         handle_cut(e, peer, m)
     elif m.kind == CUT_SEEN:
@@ -58,15 +57,10 @@ cdef void answers_again(Core* e, int peer) noexcept nogil:
         x.moved = now(e)
 
 
-cdef void handle_departures(Core* e, int peer, Message* m) noexcept nogil:
-    """Process BYE or NEWS: the sender has left, or other engines have."""
-    cdef const unsigned char* departed = departed_in(m)
-    cdef int gone = next_departed(&e.membership, departed, 0)
-    while gone != NOBODY:
-        note_departure(&e.membership, gone, left_as_broken(departed, gone))
-        dismiss(e, gone)
-        gone = next_departed(&e.membership, departed, gone + 1)
-    answer(e, peer, m)
+cdef void handle_bye(Core* e, int peer, Message* m) noexcept nogil:
+    note_departure(&e.membership, peer, m.exchange)
+    dismiss(e, peer)
+    send_control(e, peer, BYE_SEEN, 0, 0)
 
 
 cdef void dismiss(Core* e, int peer) noexcept nogil:

@@ -18,7 +18,6 @@ cdef struct ExchangeLook:   # copy of an exchange, without transfers and buffers
     Phase phase
     bint active
     bint parked
-    bint cut
     int number
     int nchunks
     int next
@@ -77,8 +76,8 @@ cdef Inspection* copy_state(Core* e) noexcept nogil:
     x = e.pairs.running
     while x != NULL and seen.nexchanges < most:
         if x.phase != IDLE:
-            seen.exchanges[seen.nexchanges] = [x.peer, x.phase, x.active, x.parked, x.cut, x.number, x.nchunks, x.next,
-                                               x.done, x.began, x.moved]
+            seen.exchanges[seen.nexchanges] = [x.peer, x.phase, x.active, x.parked, x.number, x.nchunks, x.next, x.done,
+                                               x.began, x.moved]
             seen.nexchanges += 1
         x = x.next_one
     return seen
@@ -141,21 +140,6 @@ cdef mean_view(Core* e, Inspection* seen, double t):
             "chunks": seen.nchunks, "begun": seen.next, "merged": seen.done,
             "age_s": t - seen.began if seen.averaging else None,
             "silent_s": t - seen.moved if seen.averaging else None}
-
-
-cdef exchanges_under_way(Core* e, bint running):
-    """Return the list that Loop.under_way documents."""
-    cdef Inspection* seen = state_of(e, running)
-    cdef ExchangeLook* x
-    out = []
-    for i in range(seen.nexchanges):
-        x = &seen.exchanges[i]
-        if x.phase > ASKED:
-            out.append({"peer": x.peer, "asked": bool(x.active), "parked": bool(x.parked),
-                        "broken": x.phase == BROKEN, "cut": bool(x.cut), "done": x.done, "chunks": x.nchunks,
-                        "since": x.began})
-    free(seen)
-    return out
 
 
 cdef counters_of(Core* e):

@@ -19,8 +19,6 @@ from hvd_adpsgd.engine.core cimport *
 from hvd_adpsgd.engine.doorbell cimport DOORBELL_NBYTES, Doorbell, await_ring, times_rung
 from hvd_adpsgd.engine.kernels cimport ADPSGD_DTYPES, ADPSGD_INT16, ADPSGD_OWN
 from hvd_adpsgd.engine.mailbox cimport *
-from hvd_adpsgd.engine.membership cimport *
-from hvd_adpsgd.engine.reports cimport *
 from hvd_adpsgd.engine.store cimport *
 from hvd_adpsgd.engine.wire cimport *
 
@@ -52,6 +50,8 @@ cdef extern from "<stdlib.h>" nogil:
     void* aligned_alloc(size_t, size_t)
 
 # The engine's parts, in one module: each calls those above it only.
+include "membership.pxi"
+include "reports.pxi"
 include "windows.pxi"
 include "control.pxi"
 include "departures.pxi"
@@ -99,8 +99,6 @@ cdef bint poll_once(Core* e) noexcept nogil:
     moved |= advance_pairs(e)
     moved |= ask_if_due(e)
     moved |= advance_mean(e)
-    if e.membership.unchecked:
-        pass_on(e)
     at_rest = e.mailbox.orders.paused and not any_under_way(e) and not mean_due(e)
     store(&e.mailbox.at_rest, at_rest)
     add(&e.mailbox.counters.turns, 1)
@@ -124,7 +122,7 @@ cdef void search_failures(Core* e) noexcept nogil:
 
 
 cdef bint leave(Core* e) noexcept nogil:
-    """Finish exchanges, announce this engine's departure, and wait until a peer passes it on.
+    """Finish exchanges, announce this engine's departure, and wait until its peers have answered.
 
     True when done."""
     cdef Membership* m = &e.membership
@@ -143,7 +141,7 @@ cdef bint leave(Core* e) noexcept nogil:
         return False
     if not m.departing:
         announce_departure(e)
-    return departure_is_taken_over(e) and not owes_answers(e)
+    return departure_is_known(e) and not owes_answers(e)
 
 
 cdef bint finishes(Core* e, double t) noexcept nogil:
@@ -339,7 +337,7 @@ cdef class Loop:
         if options.timeline:
             p.events = <Event*>calloc(EVENTS, sizeof(Event))
         if not (e.generations and p.by_peer and open_membership(&e.membership, wire.calls.rank, n, &p.peer_events)
-                and open_control(&e.control, n)
+                and open_control(&e.control)
                 and open_pairs(&e.pairs, &schedule[0] if schedule.shape[0] else NULL, schedule.shape[0])
                 and (prefer <= 0 or open_speeds(&e.pairs, wire.calls.rank, n, prefer))
                 and (report_s <= 0 or open_reports(&e.reports, wire.calls.rank, n, report_s))):
@@ -655,15 +653,6 @@ cdef class Loop:
         """
         cdef Membership* m = &self.core.membership
         return [FAILED if load_byte(&m.left_broken[i]) else load_byte(&m.states[i]) for i in range(m.size)]
-
-    def under_way(self):
-        """Return the unfinished exchanges between two turns of the thread; for tests and diagnosis.
-
-        A list of dicts: peer, asked (this side asked), parked, broken (the peer has failed), cut (this side
-        has asked for an early end), done (chunks merged here), chunks (of the exchange), since (s,
-        CLOCK_MONOTONIC).
-        """
-        return exchanges_under_way(&self.core, self.running)
 
     def met(self, int peer):
         """Return how many exchanges with `peer` have finished."""

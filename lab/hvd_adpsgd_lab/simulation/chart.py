@@ -12,7 +12,7 @@ from hvd_adpsgd.watching.trace import Timeline
 from hvd_adpsgd_lab.simulation.job import Job
 
 WIDTH = 16  # characters of a super learner's column
-NAMES = ("", "ASK", "YES", "NO", "BYE", "NEWS", "BYE_SEEN", "CUT", "CUT_SEEN", "REPORT")
+NAMES = ("", "ASK", "YES", "NO", "BYE", "BYE_SEEN", "CUT", "CUT_SEEN", "REPORT")
 CONTROL, AGREEMENT, SUMS = 1, 2, 3 + 16384  # channels, as in engine/wire.pxd
 AGREEMENT_NAMES = ("", "VOTE", "ASK", "ANSWER", "PREPARE", "ACK", "COMMIT")
 

@@ -11,7 +11,7 @@ cdef enum:
     MOST_NBYTES = 64        # bytes of a message, at most
     MOST_LINES = 65536      # lines of a story, at most
     STATES = 8              # states of an exchange in `coverage`
-    MESSAGES = 9            # kinds of events in `coverage`
+    MESSAGES = 8            # kinds of events in `coverage`
     NOT_YET = 0             # values of a transfer's handle
     COMPLETE = 1
     OVERLONG = 2
@@ -79,7 +79,6 @@ cdef enum Deed:             # kinds of events in the story of a run
     FINDS_DOWN = 7          # a wire notices the failure of a peer
     MERGES = 8
     ENDS = 9
-    PAUSE = 10              # so much time passes that an engine waits no longer for answers to a departure
 
 cdef struct Line:           # an event of the story
     int deed                # a Deed

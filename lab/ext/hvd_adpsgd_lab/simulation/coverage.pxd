@@ -6,9 +6,9 @@ from hvd_adpsgd_lab.simulation.network cimport Link
 
 cdef enum:
     NSTATES = 8
-    NMESSAGES = 11
-    FAILURE = 9
-    SILENCE = 10
+    NMESSAGES = 10
+    FAILURE = 8
+    SILENCE = 9
 
 cdef void cover(int64_t* counts, Link* link, Core* e) noexcept
 cdef void covered(int64_t* counts, Core* e, int peer, int message, bint was_active) noexcept

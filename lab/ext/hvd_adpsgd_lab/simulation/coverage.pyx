@@ -9,7 +9,7 @@ from hvd_adpsgd.engine.wire cimport PENDING
 from hvd_adpsgd_lab.simulation.network cimport COMPLETE, Link
 
 STATES = ("none", "asked", "running", "held", "parked", "closing", "closing, parked", "broken")
-MESSAGES = ("ask", "yes", "no", "bye", "news", "bye seen", "cut", "cut seen", "report", "failure", "silence")
+MESSAGES = ("ask", "yes", "no", "bye", "bye seen", "cut", "cut seen", "report", "failure", "silence")
 
 
 cdef void cover(int64_t* counts, Link* link, Core* e) noexcept:

@@ -4,11 +4,11 @@
 
 from hvd_adpsgd.engine.core cimport Core
 from hvd_adpsgd.engine.loop cimport OVER, Rest, end_turns, turn
-from hvd_adpsgd.engine.membership cimport SUSPECT, Membership
+from hvd_adpsgd.engine.core cimport FAILED, Membership
 from hvd_adpsgd.engine.mailbox cimport EVENT_MERGED, Event
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd_lab.simulation.choices cimport *
-from hvd_adpsgd_lab.simulation.digests cimport PAUSE_S, TICK_S
+from hvd_adpsgd_lab.simulation.digests cimport TICK_S
 from hvd_adpsgd_lab.simulation.promises cimport take_credit
 from hvd_adpsgd_lab.simulation.small_digest cimport digest_job
 from hvd_adpsgd_lab.simulation.small_job cimport Learner, SmallJob
@@ -35,9 +35,6 @@ cdef int happen(SmallJob job, Choice* made) except -1:
     elif deed == RETRY:
         job.retries_left -= moved
         job.learners[who].core.pairs.ask_after = 0
-    elif deed == PAUSE:
-        job.retries_left -= moved
-        job.between.now_s[who] += PAUSE_S
     else:
         rushed = moved or deadlines > timed
         job.deadlines_left -= rushed
@@ -64,14 +61,11 @@ cdef int pass_deadline(SmallJob job, int who, bint rushed) except -1:
 cdef bint waits_in_vain(SmallJob job, int i) noexcept:
     """Whether an engine that leaves waits for answers only of peers that have ended."""
     cdef Membership* m = &job.learners[i].core.membership
-    cdef int k, peer
-    if not m.departing or m.end_at > 0:
-        return False
-    for k in range(m.nlisteners):
-        peer = m.listeners[k].peer
-        if m.states[peer] <= SUSPECT and not (m.mute[peer] and job.between.over[peer]):
+    cdef int peer
+    for peer in range(m.size if m.departing else 0):
+        if not m.answered[peer] and m.states[peer] < FAILED and not m.ended[peer] and not job.between.over[peer]:
             return False
-    return True
+    return m.departing
 
 
 cdef int take_turn(SmallJob job, int i) except -1:

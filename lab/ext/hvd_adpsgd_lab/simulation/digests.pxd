@@ -9,7 +9,6 @@ cdef enum:
     LANE_NBYTES = 8         # a chunk of a small job is one float64
 
 cdef double TICK_S          # the time that passes in a DEADLINE: a deadline is over after one or two of them
-cdef double PAUSE_S         # the time that passes in a PAUSE: more than an engine waits for an answer to BYE
 
 cdef struct Seen:           # a hash set of digests
     uint64_t* slots         # 0: free
@@ -17,7 +16,6 @@ cdef struct Seen:           # a hash set of digests
     int64_t count
 
 cdef bint add_seen(Seen* s, uint64_t digest) noexcept nogil
-cdef bint is_recent(Core* e, double since) noexcept nogil
 cdef uint64_t digest_memory(Core* e) noexcept nogil
 cdef uint64_t digest_engine(Core* e) noexcept nogil
 cdef uint64_t digest_messages(Wires* f) noexcept nogil

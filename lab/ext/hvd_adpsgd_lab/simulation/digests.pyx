@@ -11,7 +11,7 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, LANES, SENT, SETS, Core, Exchange, Lane, Letter, Message
-from hvd_adpsgd.engine.membership cimport Listener, Membership, departed_nbytes
+from hvd_adpsgd.engine.core cimport Membership
 from hvd_adpsgd.engine.mailbox cimport load
 from hvd_adpsgd.engine.store cimport Chunk, chunk_at
 from hvd_adpsgd.engine.wire cimport Transfer
@@ -19,7 +19,6 @@ from hvd_adpsgd_lab.simulation.choices cimport Underway, Wires, content_of
 from hvd_adpsgd_lab.simulation.digests cimport *
 
 TICK_S = 0.6
-PAUSE_S = 0.041             # a little more than PATIENCE of engine/departures.pxi, and a small part of a tick
 
 
 cdef inline uint64_t mixed_transfer(uint64_t h, Transfer* t) noexcept nogil:
@@ -30,11 +29,6 @@ cdef int age(Core* e, double since) noexcept nogil:
     """Return how many ticks have passed since a time; 2 for more."""
     cdef double ticks = (e.clock.now(e.clock) - since) / TICK_S + 0.5
     return <int>min(max(ticks, 0.0), 2.0)
-
-
-cdef bint is_recent(Core* e, double since) noexcept nogil:
-    """Whether no pause and no tick has passed since a time."""
-    return e.clock.now(e.clock) - since < PAUSE_S / 2
 
 
 cdef uint64_t digest_exchange(Core* e, Exchange* x) noexcept nogil:
@@ -93,27 +87,10 @@ cdef uint64_t digest_control(Core* e) noexcept nogil:
 cdef uint64_t digest_membership(Core* e) noexcept nogil:
     cdef Membership* m = &e.membership
     cdef uint64_t h = mixed_bytes(11, m.states, m.size)
-    cdef int i
     h = mixed_bytes(mixed_bytes(h, m.left_broken, m.size), m.ended, m.size)
-    h = mixed_bytes(mixed_bytes(h, m.mute, m.size), m.departed, departed_nbytes(m.size))
-    h = mixed(mixed(h, m.known), (<uint64_t>m.owed << 2) + (m.unchecked << 1) + m.departing)
-    for i in range(m.nlisteners):
-        h = digest_listener(e, h, &m.listeners[i])
-    h = mixed(h, (<uint64_t>(m.answer_s > 0) << 8) + (pauses_until(e, m.end_at) if m.end_at > 0 else 7))
+    h = mixed(mixed_bytes(h, m.answered, m.size), m.departing)
     h = mixed(h, age(e, m.said_at) if m.departing else 3)
     return mixed(h, age(e, m.leave_by - e.leave_deadline_s) if m.leave_by != 0 else 3)
-
-
-cdef uint64_t digest_listener(Core* e, uint64_t before, Listener* listener) noexcept nogil:
-    """Add a listener to a digest; the time of our last message counts only until the listener answers."""
-    cdef uint64_t h = mixed(mixed(before, listener.peer), (<uint64_t>listener.sent << 16) + listener.acknowledged)
-    return mixed(h, listener.acknowledged < listener.sent and is_recent(e, listener.told_at))
-
-
-cdef int pauses_until(Core* e, double until) noexcept nogil:
-    """Return how many pauses must pass until a time."""
-    cdef double left = until - e.clock.now(e.clock)
-    return <int>(left / PAUSE_S) + 1 if left > 0 else 0
 
 
 cdef uint64_t digest_mailbox(Core* e) noexcept nogil:

@@ -4,11 +4,10 @@
 
 from libc.stdint cimport uintptr_t
 
-from hvd_adpsgd.engine.membership cimport LEFT
+from hvd_adpsgd.engine.core cimport LEFT
 from hvd_adpsgd_lab.simulation.admission cimport lose_letters, lose_newcomer, read_held, tell_lost
 from hvd_adpsgd_lab.simulation.chance cimport between
 from hvd_adpsgd_lab.simulation.coverage cimport phase_of
-from hvd_adpsgd_lab.simulation.departures cimport disturbed, message_s
 from hvd_adpsgd_lab.simulation.network cimport crash, cut_way, down_of, enter, give_up, last_arrival, report_down
 from hvd_adpsgd_lab.simulation.newcomers cimport call_off, expect_newcomer, open_next
 from hvd_adpsgd_lab.simulation.state cimport MEET, NEVER, REPORT, STRIKE, Actor, JobState
@@ -67,7 +66,6 @@ cdef int struck(JobState job, int which) except -1:
         crashed(job, process)
     elif kind == STOP:
         stopped(job, process)
-        disturbed(job, job.net.now_s + arguments[0])
         job.faults.append((STOP, process, ()))
         enter(job.net, job.net.now_s + arguments[0], STRIKE, len(job.faults) - 1, NULL)
     elif kind == SLOW:
@@ -110,7 +108,6 @@ cdef void break_connections(JobState job, int process, int other, double seconds
     if seconds > UNREACHED_S and job.means is None:
         job.faults.append((SUSPICION, process, (other,)))
         enter(job.net, job.net.now_s + UNREACHED_S, STRIKE, len(job.faults) - 1, NULL)
-    disturbed(job, job.net.now_s + seconds)
     for i in range(job.n):
         for j in range(job.n):
             if are_connected(job, i, j) and (job.actors[i].process, job.actors[j].process) in ((process, other), (other, process)):
@@ -132,7 +129,6 @@ cdef void dialed_again(JobState job, int at):
             or down_of(&job.net.links[i], j - a.first) != NULL):
         return
     redial(job.net, at)
-    disturbed(job, job.net.now_s + 4 * message_s(job))
 
 
 cdef void suspected(JobState job, int who, int peer):
@@ -155,7 +151,6 @@ cdef void cut_off(JobState job, int kind, int who, arguments):
         ways = [(who, arguments[0]), (arguments[0], who)]
     else:
         ways = [(who, arguments[0])]
-    disturbed(job, until)
     for i, j in ways:
         cut_way(job.net, i, j, until)
 
@@ -189,7 +184,6 @@ cdef void continued(JobState job, int process):
 cdef int crashed(JobState job, int process) except -1:
     cdef int i
     cdef Actor* a
-    disturbed(job, job.net.now_s + job.detect_s)
     for i in range(job.n):
         a = &job.actors[i]
         if a.process == process and not a.dead and not a.over:

@@ -94,8 +94,7 @@ cdef class Job(JobState):
         self.warm_up = warm_up
         self.means = means
         self.after = after
-        self.met, self.left_at, self.parked_at, self.asked, self.suspected, self.unheard = {}, {}, {}, {}, set(), set()
-        self.learned_by = NEVER
+        self.met, self.left_at, self.parked_at, self.asked, self.suspected = {}, {}, {}, {}, set()
         self.ledger = Ledger()
         self.detect_s = detect_s
         self.still = still

@@ -9,12 +9,11 @@ import numpy as np
 from hvd_adpsgd_lab.simulation.ledger import NOTHING_LOST, ONE_DECISION, REPORTS_ERRORS
 
 from hvd_adpsgd.engine.core cimport ASKED, BROKEN, CLOSING, IDLE, LANES, RUNNING, SETS, Core, Exchange, Generation
-from hvd_adpsgd.engine.membership cimport ALIVE, FAILED, LEFT, SUSPECT, Membership, has_departed
+from hvd_adpsgd.engine.core cimport ALIVE, FAILED, LEFT
 from hvd_adpsgd.engine.mailbox cimport EVENT_ASKED, EVENT_MEAN, EVENT_MERGED, EVENT_PARKED, EVENTS, FAULT_FENCED, FAULT_GONE, FAULT_LAYOUT, NO_STEP, Event, load, store
 from hvd_adpsgd.engine.loop cimport mapped
 from hvd_adpsgd.engine.store cimport Store, chunk_at, memory_snapshot_as
 from hvd_adpsgd_lab.simulation.coverage cimport SILENCE, covered
-from hvd_adpsgd_lab.simulation.departures cimport check_departures, departed
 from hvd_adpsgd_lab.simulation.ledger cimport Ledger
 from hvd_adpsgd_lab.simulation.network cimport open_transfers
 from hvd_adpsgd_lab.simulation.state cimport FLOAT16, FLOAT32, FLOAT64, MEET, Actor, JobState
@@ -55,8 +54,6 @@ cdef int check_turn(JobState job, int i) except -1:
         job.fail("no fault", f"engine {i} has latched fault {e.mailbox.fault}, code {e.mailbox.fault_code}, peer "
                   f"{e.mailbox.fault_peer}")
     check_exchanges(job, i, e)
-    if job.net.now_s >= job.learned_by:
-        check_departures(job)
     if job.means is None:
         return check_credit(job, i, a)
     if e.mean.agreement.number != a.decided:
@@ -316,7 +313,6 @@ cdef int check_over(JobState job, int i) except -1:
     cdef Core* e = a.core
     if job.net.now_s > e.membership.leave_by + 10:
         job.fail("promise 6 (ends)", f"engine {i} took {job.net.now_s - a.done_at:.1f} s to leave")
-    departed(job, i, is_unheard(e, job.net.now_s))
     wrong = (wrong_leave(i, a.first, e, job.net.now_s, departure_is_known(job, i), job.ledger)
              or wrong_sets(i, e) or wrong_link(i, e))
     if wrong is not None:
@@ -354,7 +350,7 @@ cdef object wrong_link(int i, Core* e):
 
 
 cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Ledger ledger):
-    """Check that a peer knows the departure of an engine that left, and that its exchanges have finished.
+    """Check that its peers know the departure of an engine that left, and that its exchanges have finished.
 
     Exchanges with silent peers may be unfinished; they are recorded in the ledger. Return as
     `wrong_exchanges`.
@@ -363,7 +359,7 @@ cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Led
     late = e.membership.leave_by and now_s > e.membership.leave_by
     early = now_s < e.membership.leave_by - e.leave_deadline_s / 2     # also waits for silent peers
     if not is_unheard(e, now_s) and not known:
-        return ("invariant (departure)", f"engine {i} has left, and no other engine knows that")
+        return ("invariant (departure)", f"engine {i} has left, and an engine that stays does not know that")
     while x != NULL:
         if x.phase != IDLE:
             peer = first + x.peer
@@ -377,21 +373,20 @@ cdef object wrong_leave(int i, int first, Core* e, double now_s, bint known, Led
 
 
 cdef bint is_unheard(Core* e, double now_s) noexcept:
-    """Whether an engine may have left although no peer has answered (departures.pxi)."""
+    """Whether an engine may have left although a peer has not answered (departures.pxi)."""
     return 2 * now_s > e.membership.said_at + e.membership.leave_by
 
 
 cdef bint departure_is_known(JobState job, int i):
-    """Whether another engine knows the departure of engine i, or none that could answer runs."""
-    cdef Membership* m = &job.actors[i].core.membership
+    """Whether all engines that stay know the departure of engine i, or have failed for it."""
     cdef int j, first = job.actors[i].first
-    cdef bint alone = True
+    cdef Actor* a
     for j in range(first, first + job.actors[i].size):
-        if j != i and has_departed(job.actors[j].core.membership.departed, i - first):
-            return True
-        if j != i and not job.actors[j].dead and not job.actors[j].over and not job.actors[j].absent:
-            alone = alone and (m.states[j - first] > SUSPECT or m.mute[j - first])
-    return alone
+        a = &job.actors[j]
+        if (j != i and not (a.dead or a.over or a.absent or a.core.membership.departing)
+                and a.core.membership.states[i - first] < LEFT and job.actors[i].core.membership.states[j - first] < FAILED):
+            return False
+    return True
 
 
 cdef int check_end(JobState job) except -1:

@@ -20,11 +20,11 @@ from hvd_adpsgd_lab.simulation.ledger import BrokenPromise
 
 from hvd_adpsgd.engine.core cimport Core, Exchange
 from hvd_adpsgd.engine.loop cimport Loop, begin_turns
-from hvd_adpsgd.engine.membership cimport ALIVE, Membership
+from hvd_adpsgd.engine.core cimport ALIVE
 from hvd_adpsgd.engine.mailbox cimport Event, load
 from hvd_adpsgd.engine.store cimport Store
 from hvd_adpsgd_lab.simulation.choices cimport *
-from hvd_adpsgd_lab.simulation.digests cimport LANE_NBYTES, is_recent
+from hvd_adpsgd_lab.simulation.digests cimport LANE_NBYTES
 from hvd_adpsgd_lab.simulation.ledger cimport Ledger
 from hvd_adpsgd_lab.simulation.leftovers cimport take_back
 
@@ -35,7 +35,7 @@ cdef enum:
 cdef double DEADLINE_S = 1.0
 
 STATE_NAMES = ("none", "asked", "running", "held", "parked", "closing", "closing, parked", "broken")
-KINDS = ("failure", "ASK", "YES", "NO", "BYE", "NEWS", "BYE_SEEN", "CUT", "CUT_SEEN")
+KINDS = ("failure", "ASK", "YES", "NO", "BYE", "BYE_SEEN", "CUT", "CUT_SEEN")
 
 
 cdef class SmallJob:
@@ -204,9 +204,6 @@ cdef class SmallJob:
             if self.lives(i) and e.clock.now(e.clock) < e.pairs.ask_after and has_peers(e):
                 self.deeds[count], self.actors[count] = RETRY, i
                 count += 1
-            if self.lives(i) and awaits_answers(e):
-                self.deeds[count], self.actors[count] = PAUSE, i
-                count += 1
         deadlines[0] = count
         for i in range(self.n):
             if self.lives(i):
@@ -258,13 +255,3 @@ cdef bint has_peers(Core* e) noexcept nogil:
         if i != e.wire.rank and e.membership.states[i] == ALIVE:
             return True
     return False
-
-
-cdef bint awaits_answers(Core* e) noexcept nogil:
-    """Whether a PAUSE can change what an engine does: it waits for answers of listeners, or for its end."""
-    cdef Membership* m = &e.membership
-    cdef int i
-    for i in range(m.nlisteners):
-        if m.listeners[i].acknowledged < m.listeners[i].sent and is_recent(e, m.listeners[i].told_at):
-            return True
-    return m.end_at > e.clock.now(e.clock)

@@ -6,8 +6,7 @@ from libc.stdint cimport int64_t
 
 from hvd_adpsgd_lab.simulation.ledger import NOTHING_LOST, ONE_DECISION
 
-from hvd_adpsgd.engine.core cimport BYE, BYE_SEEN, NEWS, RUNNING, Core, Exchange, Message
-from hvd_adpsgd.engine.membership cimport FAILED, SUSPECT, Listener, Membership, has_departed, listener_of
+from hvd_adpsgd.engine.core cimport BYE, BYE_SEEN, FAILED, LEFT, RUNNING, Core, Exchange, Message
 from hvd_adpsgd.engine.store cimport chunk_at, memory_snapshot
 from hvd_adpsgd.engine.wire cimport CONTROL
 from hvd_adpsgd_lab.simulation.choices cimport Underway, Wires, content_of, open_transfers
@@ -72,7 +71,7 @@ cdef int check_peers(SmallJob job, int i, Core* e) except -1:
     """Check that peers marked FAILED have failed or were suspected, and that peers marked LEFT have left."""
     cdef int j
     for j in range(job.n):
-        if j != i and has_departed(e.membership.departed, j) and not job.learners[j].core.membership.departing:
+        if e.membership.states[j] == LEFT and not job.learners[j].core.membership.departing:
             job.fail("invariant (departure)", f"engine {i} knows a departure of engine {j}, which has "
                      "announced none")
         if e.membership.states[j] == FAILED and not job.between.dead[j] and not job.between.ends[i].suspects[j] \
@@ -128,12 +127,10 @@ cdef int check_over(SmallJob job, int i) except -1:
 cdef int check_unread(SmallJob job, int i, Core* e) except -1:
     """Check that a peer that has answered the BYE of an engine sends it nothing but departures."""
     cdef Underway* message
-    cdef Listener* listener
     cdef int k
     for k in range(job.between.nmessages):
         message = &job.between.messages[k]
-        listener = listener_of(&e.membership, message.src)
-        if (message.dst == i and listener != NULL and listener.acknowledged >= e.membership.owed
+        if (message.dst == i and e.membership.states[message.src] < LEFT and e.membership.answered[message.src]
                 and not tells_departures(message)):
             job.fail("invariant (departure)", f"engine {i} has left, and a message of {message.src} is on its way "
                       "to it")
@@ -141,16 +138,13 @@ cdef int check_unread(SmallJob job, int i, Core* e) except -1:
 
 
 cdef bint departure_is_known(SmallJob job, int i) noexcept:
-    """Whether another engine knows the departure of engine i, or none that could answer runs."""
-    cdef Membership* m = &job.learners[i].core.membership
+    """Whether all engines that stay know the departure of engine i, or have failed for it."""
     cdef int j
-    cdef bint alone = True
     for j in range(job.n):
-        if j != i and has_departed(job.learners[j].core.membership.departed, i):
-            return True
-        if j != i and job.lives(j):
-            alone = alone and (m.states[j] > SUSPECT or m.mute[j])
-    return alone
+        if (j != i and job.lives(j) and not job.learners[j].core.membership.departing
+                and job.learners[j].core.membership.states[i] < LEFT and job.learners[i].core.membership.states[j] < FAILED):
+            return False
+    return True
 
 
 cdef int check_end(SmallJob job) except -1:
@@ -180,4 +174,4 @@ cdef int check_end(SmallJob job) except -1:
 
 cdef bint tells_departures(Underway* m) noexcept nogil:
     cdef int kind = (<const Message*>content_of(m)).kind
-    return m.channel == CONTROL and (kind == BYE or kind == NEWS or kind == BYE_SEEN)
+    return m.channel == CONTROL and (kind == BYE or kind == BYE_SEEN)

@@ -118,9 +118,6 @@ cdef class JobState:
     cdef dict left_at           # (engine, peer) -> when the engine learned that the peer has left
     cdef dict parked_at         # (engine, peer) -> when the engine last parked an exchange with the peer
     cdef dict asked             # (engine, peer) -> number of the engine's last active exchange that is over
-    cdef set unheard            # engines that have left without knowing whether a peer has their departure
-    cdef double calm_from       # since when nothing delays the spread of departures
-    cdef double learned_by      # when all engines must know all departures; NEVER: there is nothing to check
     cdef public dict met        # counts faults, by kind and by what the engine was doing
     cdef int64_t coverage[NSTATES * NMESSAGES]
     cdef public int64_t happened    # events so far

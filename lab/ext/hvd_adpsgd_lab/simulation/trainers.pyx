@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t
 import numpy as np
 
 from hvd_adpsgd.engine.core cimport Core, generation
-from hvd_adpsgd.engine.membership cimport LEFT
+from hvd_adpsgd.engine.core cimport LEFT
 from hvd_adpsgd.engine.mailbox cimport MET, count_of, load
 from hvd_adpsgd.engine.store cimport Memory, Store, chunk_at
 from hvd_adpsgd_lab.simulation.chance cimport between, draw

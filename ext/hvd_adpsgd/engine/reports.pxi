@@ -1,5 +1,3 @@
-# cython: language_level=3
-# Why compiled: the engine's thread carries reports without the GIL.
 """Status reports of super learners, spread by gossip: each engine learns those of all, a little late.
 
     trainer    --report-->    own     --every_s-->    a random peer: own and the REPORTS - 1 received last
@@ -10,15 +8,8 @@ thread uses the list. With n super learners a report reaches all after about log
 seconds if the reports do not fit in one message.
 """
 
-from libc.stdlib cimport calloc, free
-
-from hvd_adpsgd.engine.membership cimport ALIVE
-from hvd_adpsgd.engine.mailbox cimport pthread_mutex_lock, pthread_mutex_unlock
-from hvd_adpsgd.engine.reports cimport *
-from hvd_adpsgd.engine.wire cimport NOBODY
-
 cdef enum:
-    TRIES = 8               # random draws, at most, to find a peer that is alive
+    DRAWS = 8               # random draws, at most, to find a peer that is alive
 
 
 cdef bint open_reports(Reports* r, int own, int size, double every_s) noexcept:
@@ -86,9 +77,9 @@ cdef int gather_reports(Reports* r, Mailbox* p, Report* into) noexcept nogil:
 
 
 cdef int choose_listener(Reports* r, Membership* m) noexcept nogil:
-    """Return a random peer that is alive; NOBODY if TRIES draws find none."""
+    """Return a random peer that is alive; NOBODY if DRAWS draws find none."""
     cdef int peer, tries
-    for tries in range(TRIES if r.size > 1 else 0):
+    for tries in range(DRAWS if r.size > 1 else 0):
         r.chance = r.chance * <uint64_t>6364136223846793005 + <uint64_t>1442695040888963407
         peer = <int>((r.chance >> 33) % <uint64_t>r.size)
         if peer != r.own and m.states[peer] == ALIVE:
