@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from hvd_adpsgd_lab.simulation import engine_calls
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
@@ -207,7 +208,9 @@ class Learner:
         found = []
         for i, chunk in enumerate(self.memory.layout.parts[0].chunks):
             size = torch.finfo(getattr(torch, self.dtype)).bits // 8
-            _, its = self.memory.store.snapshot(i, -1, np.zeros(chunk.count * size, np.uint8))
+            _, its = engine_calls.snapshot(
+                self.memory.store, i, -1, np.zeros(chunk.count * size, np.uint8)
+            )
             found.append(np.full(chunk.count, its == step))
         return np.concatenate(found)
 
@@ -240,7 +243,9 @@ class Learner:
         """The mirror with everything that is owed to it."""
         wide = np.float64 if self.dtype == "float64" else np.float32
         shares = [np.zeros(c.count, wide) for c in self.memory.layout.parts[0].chunks]
-        assert all(self.memory.store.share(i, x.view(np.uint8)) for i, x in enumerate(shares))
+        assert all(
+            engine_calls.share(self.memory.store, i, x.view(np.uint8)) for i, x in enumerate(shares)
+        )
         return np.concatenate(shares).astype(np.float64)
 
 
@@ -366,14 +371,14 @@ class Job:
     def snapshot(self, leader: Learner, chunk: int) -> np.ndarray:
         count = leader.memory.layout.parts[0].chunks[chunk].count
         out = np.zeros(count * torch.finfo(getattr(torch, self.dtype)).bits // 8, np.uint8)
-        finite, _ = leader.memory.store.snapshot(chunk, -1, out)
+        finite, _ = engine_calls.snapshot(leader.memory.store, chunk, -1, out)
         assert finite
         return out
 
     def merge(self, sent) -> None:
         a, b, chunk, x, y = sent
-        a.memory.store.merge(chunk, -1, 0.5, y, x)
-        b.memory.store.merge(chunk, -1, 0.5, x, y)
+        engine_calls.merge(a.memory.store, chunk, -1, 0.5, y, x)
+        engine_calls.merge(b.memory.store, chunk, -1, 0.5, x, y)
         self.exchanges += 1
 
     def finish(self) -> None:

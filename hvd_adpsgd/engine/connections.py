@@ -51,7 +51,9 @@ log = logging.getLogger("hvd_adpsgd")
 
 # longest time for the proof that the other end of a connection belongs to the job
 _HANDSHAKE_S = 5.0
-_FILES = 8  # descriptors for each other end: two connections, of a few engines and of the learners' Hub
+_FILES = (
+    8  # descriptors for each other end: two connections, of a few engines and of the learners' Hub
+)
 # most accepted connections whose other end has not proven that it belongs to the job
 _UNPROVEN = 64
 # seconds between two attempts to connect to a peer: first, longest

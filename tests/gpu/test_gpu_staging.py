@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hvd_adpsgd_lab.simulation import engine_calls
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
@@ -148,7 +149,9 @@ class Large:
         """The engine has an exchange: every element gets a correction."""
         for i, chunk in enumerate(self.memory.layout.parts[0].chunks):
             theirs, mine = np.ones(chunk.count, np.float32), np.zeros(chunk.count, np.float32)
-            self.memory.store.merge(i, -1, 0.5, theirs.view(np.uint8), mine.view(np.uint8))
+            engine_calls.merge(
+                self.memory.store, i, -1, 0.5, theirs.view(np.uint8), mine.view(np.uint8)
+            )
 
     def step(self, copies: bool, work: Callable[[], None]) -> None:
         work()

@@ -26,7 +26,7 @@ ADMISSION = f"{SIMULATOR}/admission.pyx"  # of the simulator itself ...
 # ... and the decision, which the library shares
 ADMITTED = "../../../hvd_adpsgd/joining/decision.py"
 STREAMS = (
-    f"{SIMULATOR}/streams.pyx"  # ... beside the rule of unconfirmed.pyx, which the library shares
+    f"{SIMULATOR}/streams.pyx"  # ... beside the rule of matching.pyx, which the library shares
 )
 SECONDS_PER_SEED = 60
 
@@ -216,16 +216,16 @@ MUTANTS = (
         "        a.doing = TAKE_IN\n        job.again(i, 0)\n"),
     Mutant("a newcomer whose giver is lost waits for its model", ADMISSION,
         "(kind == LOST and m.joiner != TRAINS)", "(kind == LOST and m.joiner < IN)"),
-    Mutant("what was lost with a connection is not sent again", "unconfirmed.pyx",
+    Mutant("what was lost with a connection is not sent again", "matching.pyx",
         "    u.resumes = u.first != u.unsent\n", "    u.resumes = False\n"),
-    Mutant("what the peer has is sent again", "unconfirmed.pyx", "    while more > 0:\n",
+    Mutant("what the peer has is sent again", "matching.pyx", "    while more > 0:\n",
         "    while more > 0 and not u.resumes:\n"),
     Mutant("a message that came in part is confirmed", STREAMS,
         "        m.lost |= m.src == s.src and not m.arrived\n",
         "        if m.src == s.src and not m.arrived and not m.lost:\n"
         "            s.received = counted(s.received)\n"
         "            m.lost = True\n"),
-    Mutant("a send is complete before it is confirmed", "unconfirmed.pyx",
+    Mutant("a send is complete before it is confirmed", "matching.pyx",
         "    if post.owned:\n        post.status = DONE\n    u.unsent = post.after",
         "    post.status = DONE\n    u.unsent = post.after"),
     Mutant("new messages are sent before those that were lost", STREAMS,

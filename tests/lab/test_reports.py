@@ -82,7 +82,7 @@ def test_reports_cost_one_message_per_second() -> None:
 
 
 def test_reports_under_way_hold_nobody_who_leaves() -> None:
-    """Nothing arrives at 1 from 0, which leaves: it waits for the answer of 1 half of its time, as without reports."""
+    """Nothing arrives at 1 from 0, which leaves: it waits half of its time, as without reports."""
     network = Network(3, 1, 1e-4, 1.0, 1e9, eager=0.0)
     job = Job(network, 2, checks=False)
     for _ in range(3):

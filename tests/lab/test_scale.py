@@ -1,4 +1,4 @@
-"""With more super learners each does as much as with few; departures, of which each tells all its peers, are soon known."""
+"""With many super learners each does as much as with few, and departures are soon known."""
 
 import json
 import subprocess
@@ -11,6 +11,7 @@ from hvd_adpsgd_lab.simulation.network import Network
 from hvd_adpsgd_lab.simulation.scenario import schedules
 
 from hvd_adpsgd.engine.engine_options import EngineOptions
+
 
 def leaving(n: int, steps: list[int]) -> tuple[Job, Network]:
     """Engines that leave after so many steps each."""

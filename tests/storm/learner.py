@@ -110,7 +110,9 @@ class Learner:
         """Whether some chunks of an exchange are merged, and others are not; hvd.admit changes engines."""
         with self.engine_stays:
             loop = self.optimizer._averaging.engine.loop
-            return loop is not None and any(0 < x["merged"] < x["chunks"] for x in loop.view()["peers"])
+            return loop is not None and any(
+                0 < x["merged"] < x["chunks"] for x in loop.view()["peers"]
+            )
 
     def commit(self, i: int, fault: Fault) -> None:
         """The fault, once in the life of the job."""

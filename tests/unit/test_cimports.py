@@ -10,7 +10,7 @@ EXT = ROOT / "ext" / "hvd_adpsgd"
 LAB = ROOT / "lab" / "ext" / "hvd_adpsgd_lab"
 # Each may cimport what stands before it.
 ORDER = """
-    kernels codes doorbell store mailbox wire wire_mpi matching unconfirmed wire_tcp agreement
+    kernels codes doorbell store mailbox wire wire_mpi matching wire_tcp agreement
     core loop
 """.split()
 CIMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+cimport|cimport\s+([\w.]+))", re.MULTILINE)

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+from hvd_adpsgd_lab.simulation import engine_calls
 
 from tests.launcher import wait_for
 from tests.members import Member, come_to_rest, connect_all, share_memory
@@ -87,9 +88,9 @@ def test_a_message_wakes_an_idle_engine_of_the_host() -> None:
 
 def sleeping(member: Member) -> threading.Thread:
     """A thread that sleeps in the wire of an engine that does not run."""
-    sleeper = threading.Thread(target=member.wire.sleep, args=(10 * DEADLINE_S,))
+    sleeper = threading.Thread(target=engine_calls.sleep, args=(member.wire, 10 * DEADLINE_S))
     sleeper.start()
-    wait_for(lambda: member.wire.sleeps, "it sleeps")
+    wait_for(lambda: engine_calls.sleeps(member.wire), "it sleeps")
     return sleeper
 
 
@@ -100,8 +101,12 @@ def test_an_order_of_the_trainer_wakes_an_engine_that_sleeps_in_its_wire() -> No
     sleeper.join(DEADLINE_S)
     assert not sleeper.is_alive(), "the order has woken nobody"
     member.wire.progress()  # takes note of it
-    assert select.select([member.wire.fileno()], [], [], 0)[0] == [], "still woken by the order"
-    member.wire.sleep(10 * DEADLINE_S, heard=1)  # an order came before the sleep: none
+    events = select.poll()
+    events.register(member.wire.fileno(), select.POLLIN)
+    assert events.poll(0) == [], "still woken by the order"
+    engine_calls.sleep(
+        member.wire, 10 * DEADLINE_S, heard=1
+    )  # an order came before the sleep: none
     again = sleeping(member)
     member.loop.offer(0, True)
     again.join(DEADLINE_S)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from hvd_adpsgd_lab.simulation import engine_calls
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,13 +23,18 @@ def side(values: np.ndarray, dtype: str = "float32") -> Shown:
 def exchange(a: Shown, b: Shown, bits: int, weight: float = 0.5) -> tuple[int, float]:
     """`a` offers its chunk, `b` answers. Returns the bytes each way, 0 if nothing was merged; the square."""
     offer, answer = (np.zeros(8 * len(a.model) + 64, np.uint8) for _ in range(2))
-    nbytes = a.memory.store.offer(0, CODES[bits], offer)
+    nbytes = engine_calls.offer(a.memory.store, 0, CODES[bits], offer)
     if nbytes == 0:
         return 0, 0.0
-    answered, square = b.memory.store.answer(0, CODES[bits], weight, offer[:nbytes], answer)
+    answered, square = engine_calls.answer(
+        b.memory.store, 0, CODES[bits], weight, offer[:nbytes], answer
+    )
     if answered:
         assert answered == nbytes
-        assert a.memory.store.merge_answer(0, CODES[bits], weight, answer[:nbytes]) == square
+        assert (
+            engine_calls.merge_answer(a.memory.store, 0, CODES[bits], weight, answer[:nbytes])
+            == square
+        )
     return answered, square
 
 
@@ -243,13 +249,13 @@ def test_a_garbled_message_merges_nothing_infinite(bits: int, dtype: str, step: 
         for _ in range(asks):
             exchange(a, b, bits)
         before = a.state(), b.state()
-        nbytes = a.memory.store.offer(0, CODES[bits], message)
+        nbytes = engine_calls.offer(a.memory.store, 0, CODES[bits], message)
         message[2:6].view(np.uint16)[:] = step
-        b.memory.store.answer(0, CODES[bits], 0.5, message[:nbytes], answer)
+        engine_calls.answer(b.memory.store, 0, CODES[bits], 0.5, message[:nbytes], answer)
         assert np.isfinite(b.state()).all()
         answer[2:6].view(np.uint16)[:] = step
         answer[6:nbytes] = np.full(nbytes, 0x77, np.uint8)[6:]
-        a.memory.store.merge_answer(0, CODES[bits], 0.5, answer[:nbytes])
+        engine_calls.merge_answer(a.memory.store, 0, CODES[bits], 0.5, answer[:nbytes])
         a.apply()
         assert np.isfinite(a.state()).all()
         if step and dtype == "float32":

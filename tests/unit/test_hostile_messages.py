@@ -340,7 +340,11 @@ def test_an_engine_that_ends_in_the_middle_frees_all_when_its_connections_are_cl
     if left == "an exchange":
         job.turn()
         job.send(CONTROL, message(engine, ASK, 1, engine.chunks, engine.chunks))
-        job.until(lambda: engine.loop.view()["peers"][BROKEN]["exchange"] in ("running", "closing", "broken"))
+        job.until(
+            lambda: (
+                engine.loop.view()["peers"][BROKEN]["exchange"] in ("running", "closing", "broken")
+            )
+        )
     else:
         engine.loop.begin_mean(False)
         job.until(lambda: engine.loop.view()["mean"]["begun"] > 0)

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from hvd_adpsgd_lab.simulation import engine_calls
 
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
@@ -52,7 +53,7 @@ class Leader:
             if chosen is not None and i not in chosen:
                 continue
             pair = [encode(rng.standard_normal(chunk.count), self.dtype) for _ in range(2)]
-            self.memory.store.merge(i, -1, 0.3, *map(raw, pair))
+            engine_calls.merge(self.memory.store, i, -1, 0.3, *map(raw, pair))
 
     def absorb(self, threads):
         self.step += 1
@@ -67,7 +68,9 @@ class Leader:
     def state(self):
         """Bits of the parameters and of what the engine would send and still owes."""
         parts = [np.zeros(chunk.count, wide(self.dtype)) for chunk in self.chunks]
-        assert all(self.memory.store.share(i, raw(part)) for i, part in enumerate(parts))
+        assert all(
+            engine_calls.share(self.memory.store, i, raw(part)) for i, part in enumerate(parts)
+        )
         return b"".join(array.tobytes() for array in [*self.tensors, *parts])
 
 
@@ -142,19 +145,19 @@ def test_threads_work_at_the_same_time():
     leader.absorb(2)
     store, last = leader.memory.store, leader.memory.layout.nchunks - 1
     leader.tensors[3][-1] = 42
-    store.lease(0)
+    engine_calls.lease(store, 0)
     running = threading.Thread(target=leader.absorb, args=(2,))
     running.start()
     try:
         seen, deadline = 0.0, time.monotonic() + 60
         while seen != 42 and time.monotonic() < deadline:
             out = np.zeros(leader.chunks[last].count, np.float32)
-            store.snapshot(last, -1, raw(out))
+            engine_calls.snapshot(store, last, -1, raw(out))
             seen = decode(out, "float32")[-1]
         assert seen == 42
         assert running.is_alive()
     finally:
-        store.end_lease(0)
+        engine_calls.end_lease(store, 0)
         running.join()
 
 

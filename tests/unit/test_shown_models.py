@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from hvd_adpsgd_lab.simulation import engine_calls
 
 from hvd_adpsgd.engine import neighbours, shared_memory
 from hvd_adpsgd.engine.layout import TensorSpec
@@ -27,9 +28,9 @@ def average(a, b, chunk=0, wire=-1, weight=0.5):
     """A pair's average of one chunk, of which `a` computes the difference."""
     kind = a.dtype if wire < 0 else {code: name for name, code in DTYPES.items()}[wire]
     half = encode(np.zeros(a.memory.layout.parts[0].chunks[chunk].count), kind)
-    found, *steps, square = a.store.compare(*b.place, chunk, wire, weight, raw(half))
+    found, *steps, square = engine_calls.compare(a.store, *b.place, chunk, wire, weight, raw(half))
     if found == MERGED:
-        assert b.store.merge_half(chunk, wire, weight, raw(half)) == square
+        assert engine_calls.merge_half(b.store, chunk, wire, weight, raw(half)) == square
     return found, *steps, square
 
 
@@ -137,12 +138,14 @@ def test_a_mean_that_replaces_the_model_is_what_peers_read():
     a, b = Shown(np.zeros(100)), Shown(np.ones(100))
     share, total = np.zeros(100, np.float32), np.full(100, 10.0, np.float32)
     for published in (False, True):
-        assert b.store.share(0, raw(share))
-        assert b.store.merge_mean(0, True, 2.0, raw(total), raw(share)) >= 0  # becomes 5
+        assert engine_calls.share(b.store, 0, raw(share))
+        assert (
+            engine_calls.merge_mean(b.store, 0, True, 2.0, raw(total), raw(share)) >= 0
+        )  # becomes 5
         if published:
             b.memory.publish()
         half = np.zeros(100, np.float32)
-        assert a.store.compare(*b.place, 0, -1, 0.25, raw(half))[0] == MERGED
+        assert engine_calls.compare(a.store, *b.place, 0, -1, 0.25, raw(half))[0] == MERGED
         np.testing.assert_array_equal(half, (5.0 - (a.state() - half / 2)) / 2)
         b.apply()
         a.apply()
@@ -206,7 +209,9 @@ def test_what_changed_while_it_was_read_is_thrown_away():
     deadline = time.monotonic() + 60
     try:
         while min(found.values()) < 20 and time.monotonic() < deadline:
-            outcome, _, step, _ = memories[0].store.compare(*place, 0, -1, 0.0, raw(half))
+            outcome, _, step, _ = engine_calls.compare(
+                memories[0].store, *place, 0, -1, 0.0, raw(half)
+            )
             found[outcome] += 1
             if outcome == MERGED:
                 assert half.min() == half.max() == step % 1000 / 2
@@ -250,7 +255,10 @@ def test_leaders_on_a_host_map_each_others_models():
     assert [bool(at) for at in near[1].models] == [True, False, False]
     assert not any([*near[2].outboxes, *near[2].models]) and not near[0].outboxes[2]
     half = np.zeros(1024, np.float32)
-    assert a.store.compare(near[0].models[1], near[0].areas[1], 1, -1, 0.5, raw(half))[0] == MERGED
+    assert (
+        engine_calls.compare(a.store, near[0].models[1], near[0].areas[1], 1, -1, 0.5, raw(half))[0]
+        == MERGED
+    )
     np.testing.assert_array_equal(half, 0.5)
     for each, handle in zip((a, b), handles, strict=True):
         each.memory.hide()

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hvd_adpsgd_lab.simulation import engine_calls
 
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.turns import LOOKS
@@ -191,7 +192,7 @@ def add_to_slot(learner: Learner, amount: float) -> None:
         ones, zeros = (
             np.full(chunk.count, x, np.float32).view(np.uint8) for x in (2 * amount, 0.0)
         )
-        learner.memory.store.merge(i, -1, 0.5, ones, zeros)
+        engine_calls.merge(learner.memory.store, i, -1, 0.5, ones, zeros)
 
 
 def test_corrections_come_in_although_a_copy_is_always_on_its_way_when_they_are_published():
@@ -256,10 +257,15 @@ def test_a_mean_that_replaces_models_makes_them_equal_to_the_bit(dtype):
     for i, chunk in enumerate(learners[0].memory.layout.parts[0].chunks):
         shares = np.zeros((3, chunk.count), wide)
         for learner, share in zip(learners, shares, strict=True):
-            assert learner.memory.store.share(i, share.view(np.uint8))
+            assert engine_calls.share(learner.memory.store, i, share.view(np.uint8))
         total = shares.sum(axis=0).view(np.uint8)
         for learner, share in zip(learners, shares, strict=True):
-            assert learner.memory.store.merge_mean(i, True, 3.0, total, share.view(np.uint8)) > 0
+            assert (
+                engine_calls.merge_mean(
+                    learner.memory.store, i, True, 3.0, total, share.view(np.uint8)
+                )
+                > 0
+            )
     for learner in learners:
         learner.memory.publish()
         learner.absorb(1)

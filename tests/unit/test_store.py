@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hvd_adpsgd_lab.simulation import engine_calls
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,14 +82,16 @@ class Learner:
 
     def snapshot(self, chunk: int, offered_only: bool = False) -> np.ndarray:
         out = encode(np.zeros(self.chunks[chunk].count), self.dtype)
-        finite, _ = self.store.snapshot(chunk, -1, out.view(np.uint8), offered_only)
+        finite, _ = engine_calls.snapshot(self.store, chunk, -1, out.view(np.uint8), offered_only)
         assert finite
         return out
 
     def state(self) -> np.ndarray:
         """The model with everything that is owed to it, in float64."""
         shares = [np.zeros(c.count, wide(self.dtype)) for c in self.chunks]
-        assert all(self.store.share(i, x.view(np.uint8)) for i, x in enumerate(shares))
+        assert all(
+            engine_calls.share(self.store, i, x.view(np.uint8)) for i, x in enumerate(shares)
+        )
         return np.concatenate(shares).astype(np.float64)
 
 
@@ -105,8 +108,8 @@ def exchange(a: Learner, b: Learner, chunk: int, weight: float = 0.5) -> None:
 def merge(
     a: Learner, b: Learner, chunk: int, x: np.ndarray, y: np.ndarray, weight: float = 0.5
 ) -> None:
-    a.store.merge(chunk, -1, weight, y.view(np.uint8), x.view(np.uint8))
-    b.store.merge(chunk, -1, weight, x.view(np.uint8), y.view(np.uint8))
+    engine_calls.merge(a.store, chunk, -1, weight, y.view(np.uint8), x.view(np.uint8))
+    engine_calls.merge(b.store, chunk, -1, weight, x.view(np.uint8), y.view(np.uint8))
 
 
 def test_a_snapshot_holds_the_offered_model_and_what_it_lacks():
@@ -153,10 +156,10 @@ def test_mates_learn_of_a_publication_alike():
     for training, exchanges in ((3, 1), (2, 2), (2, 0)):
         leader.training = training
         for _ in range(exchanges):
-            leader.store.merge(0, -1, 0.5, received, sent)
+            engine_calls.merge(leader.store, 0, -1, 0.5, received, sent)
         for memory in (leader, mate):
             memory.publish()
-        leader.store.merge(0, -1, 0.5, received, sent)  # of the next slot
+        engine_calls.merge(leader.store, 0, -1, 0.5, received, sent)  # of the next slot
         for memory in (leader, mate):
             memory.all_met()
             memory.take()
@@ -198,7 +201,7 @@ def test_a_lease_is_of_one_chunk():
     """Who works on a chunk lets others work on all other chunks."""
     a, b = offered(np.zeros(40)), offered(np.ones(40))
     x, y = a.snapshot(0), b.snapshot(0)
-    a.store.lease(0)
+    engine_calls.lease(a.store, 0)
     passes = threading.Thread(target=exchange, args=(a, b, 1), daemon=True)
     passes.start()
     passes.join(60)
@@ -207,7 +210,7 @@ def test_a_lease_is_of_one_chunk():
     waits.start()
     waits.join(0.1)
     assert waits.is_alive(), "two at once in one chunk"
-    a.store.end_lease(0)
+    engine_calls.end_lease(a.store, 0)
     waits.join(60)
     assert not waits.is_alive()
     np.testing.assert_array_equal(a.state()[:16], 0.5)
@@ -216,7 +219,7 @@ def test_a_lease_is_of_one_chunk():
 def test_chunks_stay_where_they_are_while_others_are_added():
     """An engine may hold the lease of one."""
     a = offered(np.zeros(8))
-    a.store.lease(0)
+    engine_calls.lease(a.store, 0)
     for _ in range(1000):
         a.store.add_chunk(
             a.mirror.ctypes.data,
@@ -225,11 +228,11 @@ def test_chunks_stay_where_they_are_while_others_are_added():
             8,
             DTYPES["float64"],
         )
-    a.store.end_lease(0)
+    engine_calls.end_lease(a.store, 0)
     assert len(a.store) == 1001
     assert a.snapshot(0).tobytes() == a.snapshot(0).tobytes()
-    a.store.lease(0)
-    a.store.end_lease(0)
+    engine_calls.lease(a.store, 0)
+    engine_calls.end_lease(a.store, 0)
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -310,7 +313,9 @@ def test_a_mean_of_finite_models_makes_none_infinite(dtype, most, sign):
         learner = Learner(np.array([1.0, sign * value, 0.0]), dtype)
         learner.absorb(-1)
         shares = [np.ones(chunk.count, wide(dtype)) for chunk in learner.chunks]
-        told = [learner.store.share(i, x.view(np.uint8)) for i, x in enumerate(shares)]
+        told = [
+            engine_calls.share(learner.store, i, x.view(np.uint8)) for i, x in enumerate(shares)
+        ]
         assert all(told) == fits
     largest = np.array([most], wide(dtype))
     assert np.isfinite(largest - -largest).all()
@@ -327,11 +332,11 @@ def test_a_mean_that_replaces_16_bit_models_leaves_them_with_the_same_bits(dtype
     for chunk, spec in enumerate(learners[0].chunks):
         shares = np.zeros((3, spec.count), np.float32)
         for learner, share in zip(learners, shares, strict=True):
-            assert learner.store.share(chunk, share.view(np.uint8))
+            assert engine_calls.share(learner.store, chunk, share.view(np.uint8))
         total = shares.sum(axis=0)
         for learner, share in zip(learners, shares, strict=True):
-            square = learner.store.merge_mean(
-                chunk, True, 3.0, total.view(np.uint8), share.view(np.uint8)
+            square = engine_calls.merge_mean(
+                learner.store, chunk, True, 3.0, total.view(np.uint8), share.view(np.uint8)
             )
             assert square > 0
     for learner in learners:
@@ -365,7 +370,7 @@ def test_a_model_that_is_not_finite_is_reported():
     learner = Learner(np.ones(20))
     learner.model[13] = np.nan
     assert learner.store.absorb(learner.spans, learner.addresses, -1, 0) == (False, False)
-    finite, _ = learner.store.snapshot(1, -1, np.zeros(64, np.uint8))
+    finite, _ = engine_calls.snapshot(learner.store, 1, -1, np.zeros(64, np.uint8))
     assert not finite
 
 
@@ -396,7 +401,7 @@ def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: b
     for _ in range(2):
         for i, chunk in enumerate(learner.chunks):
             a, b = (encode(rng.standard_normal(chunk.count), dtype) for _ in range(2))
-            learner.store.merge(i, -1, 0.5, a.view(np.uint8), b.view(np.uint8))
+            engine_calls.merge(learner.store, i, -1, 0.5, a.view(np.uint8), b.view(np.uint8))
             there.append(0.5 * (decode(a, dtype) - decode(b, dtype)))
         if len(there) == len(learner.chunks):
             learner.store.publish()
@@ -407,7 +412,7 @@ def test_a_copy_takes_what_is_pending_and_the_model_stays(dtype: str, replace: b
         ends = list(accumulate((c.count for c in learner.chunks), initial=0))
         for i, own in enumerate(np.split(expected, ends[1:-1])):
             raw = np.ascontiguousarray(own).view(np.uint8)
-            learner.store.merge_mean(i, True, 1.0, raw, raw)
+            engine_calls.merge_mean(learner.store, i, True, 1.0, raw, raw)
     copy = np.ascontiguousarray(learner.values.astype(wide(dtype)))
     learner.store.add_pending(learner.spans, np.array([copy.ctypes.data], dtype=np.uintp))
     np.testing.assert_allclose(copy, expected, rtol=0, atol=10 * ROUNDING[dtype])
@@ -423,7 +428,7 @@ def passed(learner: Learner, slot: int, every: int = 4, checked: int = 8) -> tup
     steps = []
     for i, chunk in enumerate(learner.chunks if learner.mirror is not None else ()):
         out = encode(np.zeros(chunk.count), learner.dtype)
-        steps.append(learner.store.snapshot(i, -1, out.view(np.uint8))[1])
+        steps.append(engine_calls.snapshot(learner.store, i, -1, out.view(np.uint8))[1])
     return finite, steps
 
 

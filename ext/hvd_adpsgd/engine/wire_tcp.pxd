@@ -1,8 +1,7 @@
 # The wire over TCP connections: its connections, its peers, and the state of the wire.
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
-from hvd_adpsgd.engine.matching cimport Post, Posts, Stray
-from hvd_adpsgd.engine.unconfirmed cimport Unconfirmed
+from hvd_adpsgd.engine.matching cimport Post, Posts, Stray, Unconfirmed
 from hvd_adpsgd.engine.wire cimport AnyWire, Clock, Wire
 
 cdef struct Head:           # 8 bytes before each message on a connection: its length and its channel

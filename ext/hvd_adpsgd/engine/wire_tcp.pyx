@@ -13,7 +13,7 @@ passes them to this wire through a pipe. A second pipe passes it the ranks to di
 
 The end of a connection is not the failure of a peer: the sender dials again. The receiver counts the messages
 that it has received completely, and sends the count (COUNT). Over the next connection the sender asks for the
-count, and sends the messages behind it again (unconfirmed.pyx). So each message arrives once, in order:
+count, and sends the messages behind it again (matching.pyx). So each message arrives once, in order:
 
     sender                              receiver
     messages 1, 2, 3  ------------->    1, 2 arrive completely; the connection ends
@@ -38,9 +38,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport close, read, write
 
-from hvd_adpsgd.engine.matching cimport (close_posts, complete_stray, cut_off, drop, drop_sums, expect, fail_posts, first_whole, forget_stray,
-                                      give_up, is_here, receive_for, stray_bytes, take_post, take_stray)
-from hvd_adpsgd.engine.unconfirmed cimport append, copied_post, counted, fail_all, let_go, note_sent, own, resume, take_count
+from hvd_adpsgd.engine.matching cimport *
 from hvd_adpsgd.engine.doorbell cimport Doorbell, times_rung
 from hvd_adpsgd.engine.wire cimport *
 
@@ -880,19 +878,6 @@ cdef class TcpWire(AnyWire):
         self.close_own()
 
     # ---- without an engine; only one thread may call these at a time
-
-    def sleep(self, double seconds, uint32_t heard=0):
-        """Sleep as an idle engine does: until `progress` has something to do, or until an order of the trainer.
-
-        Not at all if `heard` is not 0, the number of rings of a doorbell that nobody rings."""
-        cdef Doorbell silent = [0, 0]
-        with nogil:
-            tcp_wait(&self.calls, &silent, heard, seconds)
-
-    @property
-    def sleeps(self):
-        """Whether a thread sleeps in this wire."""
-        return waits(&self.sockets.waits) != 0
 
     def progress(self):
         """Move bytes once, if no engine's thread uses this wire, or after that thread has ended."""

@@ -18,6 +18,7 @@ import numpy as np
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd_lab.bench import machine
+from hvd_adpsgd_lab.simulation import engine_calls
 from hvd_adpsgd_lab.simulation.calibration import Calibration
 
 OWN_TYPE = -1  # type of chunks on the wire: that of the parameters
@@ -84,5 +85,5 @@ class Trial:
         for i, chunk in enumerate(chunks):
             nbytes = 4 * chunk.count
             sent, received = self._sent[:nbytes], self._received[:nbytes]
-            self.memory.store.snapshot(i, OWN_TYPE, sent)
-            self.memory.store.merge(i, OWN_TYPE, 0.5, received, sent)
+            engine_calls.snapshot(self.memory.store, i, OWN_TYPE, sent)
+            engine_calls.merge(self.memory.store, i, OWN_TYPE, 0.5, received, sent)

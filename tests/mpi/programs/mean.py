@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 from engines import Driven, say
+from hvd_adpsgd_lab.simulation import engine_calls
 from mpi4py import MPI
 
 from hvd_adpsgd.engine.engine import Engine
@@ -93,7 +94,7 @@ def owed(engine: Engine) -> dict[str, np.ndarray]:
     found = {dtype: [] for dtype in ("float32", "float64", "float16")}
     for i, chunk in enumerate(engine.memory.own.layout.parts[0].chunks):
         share = np.zeros(chunk.count, "float64" if chunk.dtype == "float64" else "float32")
-        assert engine.memory.own.store.share(i, share.view(np.uint8))
+        assert engine_calls.share(engine.memory.own.store, i, share.view(np.uint8))
         found[chunk.dtype].append(share.astype(np.float64))
     return {dtype: np.concatenate(shares) for dtype, shares in found.items()}
 

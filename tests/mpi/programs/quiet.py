@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 from engines import DEADLINE_S, Driven, say
+from hvd_adpsgd_lab.simulation import engine_calls
 from mpi4py import MPI
 
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
@@ -52,7 +53,7 @@ def idle(comm: MPI.Comm, driven: Driven, wire: str) -> dict:
     time.sleep(2.0)  # the span that is measured
     rate = (engine.loop.counters()["turns"] - before) / (time.monotonic() - began)
     if wire == "tcp":
-        sleeps = seen(lambda: engine._connections.wire.sleeps)
+        sleeps = seen(lambda: engine_calls.sleeps(engine._connections.wire))
     else:
         sleeps = seen(lambda: woken(engine._neighbours.doorbell))
     return {"turns_per_s": rate, "exchanges": engine.metrics()["exchanges"], "sleeps": sleeps}

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from hvd_adpsgd.engine.matching cimport Post, Posts
-from hvd_adpsgd.engine.unconfirmed cimport Unconfirmed
+from hvd_adpsgd.engine.matching cimport Unconfirmed
 from hvd_adpsgd.engine.wire cimport AnyClock, AnyWire, Clock, Status, Transfer, Wire
 
 cdef enum:

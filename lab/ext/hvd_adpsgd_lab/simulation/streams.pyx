@@ -5,7 +5,7 @@
 All messages of one engine to another form a stream: they arrive in the order in which they were sent,
 whatever their channels. A connection may end at any moment. Then a random initial part of the messages in
 flight still arrives, until the peer has accepted the next connection; the rest and counts in flight are lost.
-The functions that wire_tcp uses (engine/unconfirmed) decide which messages are sent again, and when a send is
+The functions that wire_tcp uses (engine/matching) decide which messages are sent again, and when a send is
 complete. Small messages are copied when they are sent; chunks and sums are read from the sender's buffer when
 they arrive, which reveals a buffer that was changed too early.
 """
@@ -15,7 +15,7 @@ from libc.stdlib cimport calloc, malloc, realloc
 from libc.string cimport memcpy
 
 from hvd_adpsgd.engine.matching cimport Post, take_post
-from hvd_adpsgd.engine.unconfirmed cimport (COUNTS, append, copied_post, counted, fail_all, let_go, note_sent, own, resume,
+from hvd_adpsgd.engine.matching cimport (COUNTS, append, copied_post, counted, fail_all, let_go, note_sent, own, resume,
                                             take_count)
 from hvd_adpsgd.engine.wire cimport DATA, PEER_DOWN, PENDING, Status, Transfer, Wire
 from hvd_adpsgd_lab.simulation.chance cimport happens, uniform
