@@ -18,8 +18,8 @@ import numpy as np
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd_lab.bench import machine
-from hvd_adpsgd_lab.simulation import engine_calls
 from hvd_adpsgd_lab.simulation.calibration import Calibration
+from hvd_adpsgd_lab.simulation.engine_calls import merge, snapshot
 
 OWN_TYPE = -1  # type of chunks on the wire: that of the parameters
 WARM_UP = 2  # rounds that are not counted: each first touches one of two buffers of corrections
@@ -85,5 +85,5 @@ class Trial:
         for i, chunk in enumerate(chunks):
             nbytes = 4 * chunk.count
             sent, received = self._sent[:nbytes], self._received[:nbytes]
-            engine_calls.snapshot(self.memory.store, i, OWN_TYPE, sent)
-            engine_calls.merge(self.memory.store, i, OWN_TYPE, 0.5, received, sent)
+            snapshot(self.memory.store, i, OWN_TYPE, sent)
+            merge(self.memory.store, i, OWN_TYPE, 0.5, received, sent)
