@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 import socket
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -73,7 +74,7 @@ def _summary(found: Sequence[Finding], fit: bool) -> str:
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks; yield the Finding of each check as soon as it is known."""
     seconds = args.patience
-    yield findings.judge_python(sys.version_info[:3], sys.executable)
+    yield Finding(findings.OK, "python", f"{platform.python_version()}, {sys.executable}")
     packages = {name: probes.package_version(name) for name in findings.PACKAGES}
     config, problem = _config()
     inner = config.inner or ("horovod" if packages["horovod"] else "torch")
@@ -144,7 +145,7 @@ def _examine_machine(
     learners = sum(visit.slots for visit in visits if visit.local) or None
     each = config.super_learner_size
     leaders = max(1, (learners or 1) // (each or learners or 1))
-    yield findings.judge_memory(probes.shared_memory(), config.chunk_kib, leaders, each)
+    yield findings.judge_memory(probes.shared_memory(), leaders, each == 1)
     yield findings.judge_cores(probes.usable_cores(), learners)
     reached = []
     for visit in visits:

@@ -8,8 +8,6 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 MIB = 2**20
-# Chunks in the outbox, the shared memory in which leaders of the same host read differences of models.
-OUTBOX_CHUNKS = 8 * 8 // 2
 LEAST_SHARED_BYTES = 64 * MIB
 HOROVOD_TESTED = "0.28.1"
 
@@ -23,13 +21,12 @@ _ULFM_TYPED = (
     '--mpi-args="--with-ft ulfm" ...'
 )
 
-# package: (oldest version that works, how to install it, whether training needs it)
+# package: (oldest version that works, how to install it)
 PACKAGES = {
-    "torch": ((2, 0), "python -m pip install torch==2.13.0, then build-horovod.", True),
-    "numpy": ((1, 26), "python -m pip install 'numpy>=1.26'.", True),
-    "mpi4py": ((4, 0), "python -m pip install 'mpi4py>=4.0'.", True),
-    "horovod": ((0, 28), "python -m hvd_adpsgd build-horovod.", True),
-    "cython": ((3, 1), "python -m pip install 'cython>=3.1'.", False),
+    "torch": ((2, 0), "python -m pip install torch==2.13.0, then build-horovod."),
+    "numpy": ((1, 26), "python -m pip install 'numpy>=1.26'."),
+    "mpi4py": ((4, 0), "python -m pip install 'mpi4py>=4.0'."),
+    "horovod": ((0, 28), "python -m hvd_adpsgd build-horovod."),
 }
 
 _BUILD = "python -m hvd_adpsgd build-horovod --rebuild"
@@ -57,13 +54,6 @@ class Finding:
         return f"{line}\n      {self.cure}" if self.cure else line
 
 
-def judge_python(version: tuple[int, ...], executable: str) -> Finding:
-    found = f"{'.'.join(map(str, version))}, {executable}"
-    if version < (3, 11):
-        return Finding(FAIL, "python", found, "Use Python 3.11 or newer.")
-    return Finding(OK, "python", found)
-
-
 def judge_package(name: str, version: str | None, inner: str = "horovod") -> Finding:
     """Compare the installed version of a package (None: not installed) with the oldest one that works.
 
@@ -72,18 +62,15 @@ def judge_package(name: str, version: str | None, inner: str = "horovod") -> Fin
         version: its version.
         inner: what averages gradients in a super learner, "horovod" or "torch", which needs less.
     """
-    oldest, cure, needed = PACKAGES[name]
+    oldest, cure = PACKAGES[name]
     least = ".".join(map(str, oldest))
     if inner == "torch" and name in ("horovod", "mpi4py"):
         found = f"{version or 'not installed'}; not needed, torch.distributed averages gradients"
         return Finding(OK, name, found)
     if version is None:
-        if not needed:
-            return Finding(OK, name, "not installed; only compiling the extension needs it")
         return Finding(FAIL, name, "not installed for this Python", cure)
     if _numbers(version) < oldest:
-        level = FAIL if needed else WARN
-        return Finding(level, name, f"{version}, needed is {least} or newer", cure)
+        return Finding(FAIL, name, f"{version}, needed is {least} or newer", cure)
     if name == "horovod" and not version.startswith(HOROVOD_TESTED):
         return Finding(WARN, name, f"{version}, tested is {HOROVOD_TESTED}", f"Run {cure}")
     return Finding(OK, name, version)
@@ -305,35 +292,27 @@ def judge_extension(answer: Mapping[str, Any]) -> Finding:
     return Finding(OK, what, f"loads ({', '.join(answer['modules'])})")
 
 
-def judge_memory(free: int | str, chunk_kib: int, leaders: int, each: int | None) -> Finding:
+def judge_memory(free: int | str, leaders: int, alone: bool) -> Finding:
     """Check that /dev/shm has room for the memory that learners of one host share.
 
-    Each leader allocates an outbox of OUTBOX_CHUNKS chunks, which leaders of the same host read, but only if
-    twice that memory is free; without an outbox its chunks go through MPI. A super learner of several
-    learners needs shared memory for three copies of the model, without which it does not start.
+    A super learner of several learners needs shared memory for three copies of the model, without which it
+    does not start. (Without more, exchanges between leaders of a host go through MPI.)
 
     Args:
         free: free bytes of /dev/shm, or why no file can be created there.
-        chunk_kib: size of a chunk, KiB.
         leaders: super learners on this host, at least 1.
-        each: learners of a super learner; None: all learners of the host.
+        alone: whether each super learner is one learner.
     """
     what = "/dev/shm"
-    cure = "Enlarge it (mount -o remount,size=8g /dev/shm; docker run --shm-size=8g)"
     if isinstance(free, str):
         return Finding(FAIL, what, free, "Mount a tmpfs on /dev/shm that this user may write to.")
-    outbox, alone = OUTBOX_CHUNKS * chunk_kib * 1024, each == 1
-    if free < LEAST_SHARED_BYTES and not alone:
-        found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and three models"
-        return Finding(FAIL, what, found, f"{cure}, or set HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
-    if free < (leaders + 1) * outbox:
-        found = f"{_size(free)} free, less than the {_size((leaders + 1) * outbox)} that the outboxes of all "
-        found += "leaders need, so exchanges on this host go through MPI"
-        return Finding(WARN, what, found, f"{cure}.")
     if alone:
         return Finding(OK, what, f"{_size(free)} free")
-    model = (free - leaders * outbox) // (3 * leaders)
-    room = f"room for a float32 model of {_size(model)}, held three times"
+    if free < LEAST_SHARED_BYTES:
+        found = f"{_size(free)} free, needed are {_size(LEAST_SHARED_BYTES)} and three models"
+        cure = "Enlarge it (mount -o remount,size=8g /dev/shm; docker run --shm-size=8g), or set "
+        return Finding(FAIL, what, found, f"{cure}HVD_ADPSGD_SUPER_LEARNER_SIZE=1.")
+    room = f"room for a float32 model of {_size(free // (3 * leaders))}, held three times"
     return Finding(OK, what, f"{_size(free)} free: {room}")
 
 
@@ -428,7 +407,7 @@ def _judge_answer(what: str, visit: Visit, said: Mapping[str, Any], here: Here) 
     differing = [
         (name, said["packages"].get(name), version)
         for name, version in here.packages.items()
-        if PACKAGES[name][2] and said["packages"].get(name) != version
+        if said["packages"].get(name) != version
     ]
     if differing:
         found = ", ".join(f"{n} {there or 'missing'} there, {h} here" for n, there, h in differing)
