@@ -61,7 +61,7 @@ _LONGEST_S = 5.0  # for Horovod to end
 _FOREVER = 2**62  # more operations than there are
 _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has this number
 # modules above the line of the script that is in an operation; of these, modules of Horovod
-_LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "threading", "contextlib")
+_LIBRARIES = ("hvd_adpsgd.", "horovod.", "torch.", "threading", "concurrent.", "contextlib")
 _INSIDE = ("horovod.", "hvd_adpsgd.inner.over_torch.")
 _OPERATIONS, _WRAPPERS = ("hvd_adpsgd.torch.", "hvd_adpsgd.joining.", *_INSIDE), ("checked", "told")
 

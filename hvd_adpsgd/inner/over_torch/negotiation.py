@@ -276,7 +276,7 @@ class Negotiation:
                     pending.fail(HorovodInternalError(decision.error))
             with self._lock:
                 self._undone -= 1
-                self._decided = [pending for pending in self._decided if not pending.is_over]
+                self._decided = [pending for pending in self._decided if not pending.done()]
             self._post(None)
         self._has_run = True
         self._post(None)

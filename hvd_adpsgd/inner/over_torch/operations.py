@@ -35,32 +35,31 @@ def _require_reducible(tensors: Tensors) -> None:
             raise ValueError(f"Tensor type {tensor.type()} is not supported.")
 
 
-def poll(handle: int) -> bool:
+def poll(handle: Pending) -> bool:
     """Whether an operation is over, so that `synchronize` does not wait."""
-    return (world.present or world.current()).handles.poll(handle)
+    return handle.done()
 
 
-def synchronize(handle: int) -> Any:
+def synchronize(handle: Pending) -> Any:
     """Wait for an operation and return its result.
 
     Raises:
         HorovodInternalError: if a learner of the super learner has ended, or the learners' calls differ.
     """
-    return (world.present or world.current()).handles.wait(handle)
+    return handle.wait()
 
 
 def _begin(
     kind: str, name: str | None, same: Any, own: Any, tensors: Tensors, single: bool = True
-) -> int:
+) -> Pending:
     its = world.present or world.current()
     if kind == JOIN:
         full = JOIN
     else:
         full = its.number(kind) if name is None else f"{kind}.{name}"
-    request = Request(full, kind, same, own)
-    pending = Pending(request, tensors, single)
+    pending = Pending(Request(full, kind, same, own), tensors, single)
     its.negotiation.begin(pending)
-    return its.handles.add(pending)
+    return pending
 
 
 def _specs(tensors: Tensors) -> list[Any]:
@@ -77,7 +76,7 @@ def grouped_allreduce_async_(
     process_set: Any = global_process_set,
     *,
     single: bool = False,
-) -> int:
+) -> Pending:
     """Begin to reduce tensors in place; return a handle."""
     if op is None or average is not None:
         op = handle_average_backwards_compatibility(op, average)
@@ -89,18 +88,18 @@ def grouped_allreduce_async_(
     return _begin("allreduce", name, same, None, [t.detach() for t in tensors], single)
 
 
-def grouped_allreduce_async(tensors: Tensors, *how: Any, **more: Any) -> int:
+def grouped_allreduce_async(tensors: Tensors, *how: Any, **more: Any) -> Pending:
     """Begin to reduce tensors into new ones; return a handle."""
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return grouped_allreduce_async_(copies, *how, **more)
 
 
-def allreduce_async(tensor: torch.Tensor, *how: Any, **more: Any) -> int:
+def allreduce_async(tensor: torch.Tensor, *how: Any, **more: Any) -> Pending:
     """Begin to reduce a tensor into a new one; return a handle."""
     return grouped_allreduce_async([tensor], *how, **more, single=True)
 
 
-def allreduce_async_(tensor: torch.Tensor, *how: Any, **more: Any) -> int:
+def allreduce_async_(tensor: torch.Tensor, *how: Any, **more: Any) -> Pending:
     """Begin to reduce a tensor in place; return a handle, whose result is `tensor`."""
     return grouped_allreduce_async_([tensor], *how, **more, single=True)
 
@@ -176,7 +175,7 @@ def grouped_allgather_async(
     process_set: Any = global_process_set,
     *,
     single: bool = False,
-) -> int:
+) -> Pending:
     """Begin to concatenate the learners' tensors by rank; return a handle."""
     for tensor in tensors:
         if not tensor.dim():
@@ -188,7 +187,7 @@ def grouped_allgather_async(
     return _begin("allgather", name, same, rows, [t.detach() for t in tensors], single)
 
 
-def allgather_async(tensor: torch.Tensor, *how: Any, **more: Any) -> int:
+def allgather_async(tensor: torch.Tensor, *how: Any, **more: Any) -> Pending:
     """Begin to concatenate the learners' tensors by rank; return a handle."""
     return grouped_allgather_async([tensor], *how, **more, single=True)
 
@@ -198,9 +197,8 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        handle = grouped_allgather_async(tensors, name)
-        pending = world.current().handles.of(handle)
-        gathered = synchronize(handle)
+        pending = grouped_allgather_async(tensors, name)
+        gathered = synchronize(pending)
         before = pending.own[: world.rank()]  # numbers of rows of the learners before this one
         starts = [sum(rows) for rows in zip(*before, strict=True)] if before else [0] * len(tensors)
         ctx.parts = list(zip(starts, pending.own[world.rank()], strict=True))
@@ -230,7 +228,7 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: Any = global_process_set,
-) -> int:
+) -> Pending:
     """Begin to overwrite a tensor with the one of learner `root_rank`; return a handle."""
     if not 0 <= root_rank < world.size():
         raise HorovodInternalError(
@@ -241,7 +239,7 @@ def broadcast_async_(
     return _begin("broadcast", name, same, None, [tensor.detach()])
 
 
-def broadcast_async(tensor: torch.Tensor, *how: Any, **more: Any) -> int:
+def broadcast_async(tensor: torch.Tensor, *how: Any, **more: Any) -> Pending:
     """Begin to return the tensor of learner `root_rank`; return a handle."""
     return broadcast_async_(tensor.detach().clone(), *how, **more)
 
@@ -338,7 +336,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     *,
     single: bool = False,
-) -> int:
+) -> Pending:
     """Begin to reduce tensors, of which each learner gets some rows; return a handle."""
     for tensor in tensors:
         if not tensor.dim():
@@ -358,7 +356,7 @@ def reducescatter_async(
     process_set: Any = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
+) -> Pending:
     """Begin to reduce a tensor, of which each learner gets some rows; return a handle."""
     factors = (prescale_factor, postscale_factor)
     return grouped_reducescatter_async([tensor], name, op, process_set, *factors, single=True)

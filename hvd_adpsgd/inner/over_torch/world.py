@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hvd_adpsgd.inner.over_torch.link import connect
 from hvd_adpsgd.inner.over_torch.names import global_process_set
 from hvd_adpsgd.inner.over_torch.negotiation import Negotiation
-from hvd_adpsgd.inner.over_torch.pending import Handles
 from hvd_adpsgd.inner.over_torch.transfers import Transfers
 from hvd_adpsgd.inner.torch_group import store_of
 
@@ -38,7 +37,7 @@ class World:
         group: Callable[[], dist.ProcessGroup],
     ):
         size = len(names)
-        self.rank, self.size, self.handles = rank, size, Handles()
+        self.rank, self.size = rank, size
         connections = connect(rank, size, address, gather, seconds) if size > 1 else {}
         try:
             store = store_of(rank, address, gather, seconds) if size > 1 else dist.HashStore()
