@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.storm.judge import judge
+from tests.storm.judge import intervals, judge
 from tests.storm.play import play
 from tests.storm.script import EPOCH, Fault, Script, drift, script_of
 from tests.storm.story import Story
@@ -35,18 +35,21 @@ FAULTS = {  # kind and place; super learners and learners of each; who commits i
     ("kill", "gradient"): (2, 2, [(0, 1)]),
     ("kill", "shutdown"): (2, 2, [(0, 0), (0, 1)]),
     ("stop", "gradient"): (2, 2, [(1, 0)]),
+    ("leave", "moment"): (3, 1, [(0, 0)]),
+    ("leave", "gradient"): (2, 2, [(1, 1)]),
+    ("leave", "rest"): (2, 2, [(0, 0), (1, 1)]),
     ("exit", "step"): (4, 1, [(2, 0)]),
     ("os_exit", "step"): (4, 1, [(0, 0), (1, 0), (3, 0)]),
     ("raise", "gradient"): (2, 2, [(0, 0)]),
     ("segfault", "step"): (4, 1, [(0, 0), (1, 0), (3, 0)]),
 }
-FURTHER = ("raise", "segfault")
+FURTHER = ("raise", "segfault", "rest")
 
 
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        pytest.param(*fault, marks=[pytest.mark.extended] * (fault[0] in FURTHER))
+        pytest.param(*fault, marks=[pytest.mark.extended] * any(word in FURTHER for word in fault))
         for fault in FAULTS
     ],
 )
@@ -69,6 +72,11 @@ def test_every_kind_of_fault_in_a_job_of_mpirun(kind: str, place: str) -> None:
     story = play(script)
     assert not story.broken, str(story)
     assert len(story.of("fault")) == len(who), str(story)
+    if kind == "leave":
+        assert len(story.of("left")) == k * len(who), str(story)
+        assert k > 1 or all(each.is_exact for each in intervals(story)), str(story)
+        for word in ("Traceback", "has failed", "are gone"):
+            assert word not in story.errors, str(story)
 
 
 SHAPE = (2, 3)

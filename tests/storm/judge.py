@@ -17,6 +17,7 @@ BY_SCRIPT = ("raise", "exit")  # with a status of its own, 1
 SIGNALS = {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}
 NOT_ENDED = "the status of the job may not tell"  # the library's warning
 OVERLAP = 2.0  # see Interval.off_hull
+LEAVES_S = 20.0  # promised are 5 s, on a machine that does nothing else; a deadline is 30 s or more
 WIRE_EPS = 2.0**-5  # of some ten roundings to bfloat16
 
 
@@ -24,7 +25,15 @@ def judge(story: Story) -> None:
     """Append what is broken."""
     if story.broken and "every run ends" in story.broken[0]:
         return
-    for promise in (_survives, _ends, _same_inside, _one_decision, _statuses, _nothing_lost):
+    for promise in (
+        _survives,
+        _ends,
+        _leave_soon,
+        _same_inside,
+        _one_decision,
+        _statuses,
+        _nothing_lost,
+    ):
         story.broken += promise(story)
 
 
@@ -54,6 +63,13 @@ def _ends(story: Story) -> list[str]:
     """Only one learner waits for the others to end: the first survivor."""
     waiting = story.errors.count(NOT_ENDED)
     return [f"every run ends: {waiting} learners wait for each other"] if waiting > 1 else []
+
+
+def _leave_soon(story: Story) -> list[str]:
+    """After SIGTERM, whatever the other learners of the super learner do."""
+    asked = {note["who"]: note["at"] for note in story.of("fault") if note["kind"] == "leave"}
+    took = [note["at"] - asked.get(note["who"], note["at"]) for note in story.of("left")]
+    return [f"who is asked to leave leaves: after {s:.0f} s" for s in took if s > LEAVES_S]
 
 
 def _fatal(story: Story) -> list[dict[str, Any]]:
@@ -210,7 +226,8 @@ class Interval:
         self.stay = self.before.keys() & self.after.keys()
         self.lost = self.before.keys() - self.after.keys()
         self.averagings = max(note["averagings"] for note in story.of("checkpoint"))
-        self.is_exact = not self.lost or self._is_at_rest()
+        self.left = self._left(at[first]["step"])
+        self.is_exact = self.lost <= self.left.keys() or self._is_at_rest()
 
     def __str__(self) -> str:
         return f"checkpoints {self.first} to {self.then}"
@@ -237,16 +254,25 @@ class Interval:
         }
         return self.lost <= rested
 
+    def _left(self, step: int) -> dict[int, np.ndarray]:
+        """Of those that have left in order, by exchanges alone: what averaging has made of their models."""
+        script, held = self.story.script, {n["who"]: n["made"] for n in self.story.of("held")}
+        if script.is_in_step or script.joins or not self.lost <= self.story.left.keys():
+            return {}
+        each = {who: drift(who, self.before[who].shape) for who in self.lost}
+        return {who: self.story.left[who] - (held[who] - step) * each[who] for who in self.lost}
+
     def drift(self, who: int) -> np.ndarray:
         """What a super learner adds to its model in all."""
         return self.steps * drift(who, next(iter(self.before.values())).shape)
 
     def off_sum(self) -> float:
-        """The mean over those that were there and stay; who joins gets the mean."""
+        """The mean over those that were there and stay, or have left in order; who joins gets the mean."""
         if not self.stay:
             return 0.0
-        expected = np.mean([self.before[who] + self.drift(who) for who in self.stay], axis=0)
-        found = np.mean(list(self.after.values()), axis=0)
+        stays = [self.before[who] + self.drift(who) for who in self.stay]
+        expected = np.mean([*stays, *(self.before[who] for who in self.left)], axis=0)
+        found = np.mean([*self.after.values(), *self.left.values()], axis=0)
         return float(np.abs(found - expected).max()) * len(self.stay)
 
     def off_hull(self) -> float:

@@ -35,6 +35,7 @@ SHORT_S = 0.01  # within which moments are: of a step, of an operation over all 
 LOOK_S = 1e-4
 HANGS_S = 420.0  # then every thread shows where it is
 JOINED_S = 240.0  # longest wait until whoever is missing has joined
+HELD_S = 5.0  # longest wait until the trainer of a learner that leaves does nothing more
 APART = 4.0  # gradients of the learners of a super learner
 NEW = "HVD_ADPSGD_JOIN" in os.environ
 
@@ -124,7 +125,8 @@ class Learner:
         if fault.kind in ("kill", "segfault"):
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSEGV)
         elif fault.kind == "leave":
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(3):  # a further one changes nothing
+                os.kill(os.getpid(), signal.SIGTERM)
         elif fault.kind == "slow":
             self.factor = fault.value
         elif fault.kind == "raise":
@@ -154,6 +156,7 @@ class Learner:
         self.model.last = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         apart = APART * (2 * hvd.super_learner.rank() - hvd.super_learner.size() + 1)
         self.gradient = apart - torch.from_numpy(drift(hvd.super_rank(), shape)).to(dtype)
+        worlds.current().departure.at_leave(self.left)  # behind the engine's departure
         with self.during("wrap"):
             self.optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(self.model.parameters(), lr=1.0),
@@ -173,6 +176,19 @@ class Learner:
         self.note("end", failed=list(hvd.failed_ranks()))
         hvd.shutdown()
         self.note("down")
+
+    def left(self) -> None:
+        """Of a super learner of one learner: leave the model with all that is owed to it."""
+        self.note("left")
+        if self.script.k > 1 or not hasattr(self, "optimizer") or not is_held():
+            return
+        memory = self.optimizer._averaging.engine.memory.own
+        kind = np.float64 if self.script.dtype == "float64" else np.float32
+        parts = [np.zeros(chunk.count, kind) for chunk in memory.layout.parts[0].chunks]
+        assert all(memory.store.share(i, part.view(np.uint8)) for i, part in enumerate(parts))
+        model = np.concatenate(parts)[: self.model.weight.numel()].reshape(self.model.weight.shape)
+        np.save(self.folder / f"left.{self.place['who']}.npy", model)
+        self.note("held", made=self.optimizer._averaging.step)
 
     def epochs(self) -> None:
         """As many as the script says, and until those that are to join have joined."""
@@ -257,6 +273,16 @@ class Learner:
         told = hvd.allgather_object((hvd.super_rank(), self.script.n + comes, too_late))
         expected = min(number for _, number, _ in told)
         return len({who for who, _, _ in told}) < expected and not any(late for *_, late in told)
+
+
+def is_held() -> bool:
+    """Wait until the trainer is, which takes in the last corrections before that; whether it was in time."""
+    ends, trainer = time.monotonic() + HELD_S, threading.main_thread().ident
+    while time.monotonic() < ends:
+        if sys._current_frames()[trainer].f_code.co_name == "block_if_leaving":
+            return True
+        time.sleep(1e-3)
+    return False
 
 
 def main() -> None:

@@ -158,6 +158,8 @@ class Stage:
         for file in self.folder.glob("[0-9]*.[0-9]*.npy"):
             checkpoint, who = file.name.split(".")[:2]
             story.models.setdefault(int(checkpoint), {})[int(who)] = np.load(file)
+        for file in self.folder.glob("left.*.npy"):
+            story.left[int(file.name.split(".")[1])] = np.load(file)
         files = [str(f) for place in (self.folder / "tmp", self.shared) for f in place.rglob("*")]
         if files:
             story.broken.append(f"nothing is left behind: {files}")

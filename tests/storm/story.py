@@ -20,6 +20,7 @@ class Story:
         statuses: of the processes that were started here, by rank under srun; of mpirun alone.
         notes: of all learners, in the order of their writing.
         models: by checkpoint and super learner.
+        left: the model of each super learner that has left, with all that was owed to it.
         errors: what they have written to standard error.
         broken: promises that did not hold.
     """
@@ -28,6 +29,7 @@ class Story:
     statuses: list[int | None] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     models: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    left: dict[int, np.ndarray] = field(default_factory=dict)
     errors: str = ""
     seconds: float = 0.0
     broken: list[str] = field(default_factory=list)
