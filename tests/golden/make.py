@@ -1,14 +1,12 @@
 """Writes schemes.json: what every scheme made of a small model.
 
-    python -m tests.golden.make [--force]
+    python -m tests.golden.make
 
 tests/mpi/test_schemes.py compares new runs with it. Write it anew only if a law has changed, and say
 why in the commit.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 FILE = Path(__file__).with_name("schemes.json")
@@ -21,11 +19,6 @@ LEFT_OUT = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--force", action="store_true", help="overwrite the file")
-    force = parser.parse_args().force
-    if FILE.exists() and not force:
-        sys.exit(f"{FILE} exists, and tests rely on it. Give --force to overwrite it.")
     from tests.mpi.test_schemes import summaries
 
     lines = [f"  {json.dumps(case)}: {json.dumps(found)}" for case, found in summaries().items()]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adpsgd.strategies import parse
-from hvd_adpsgd.theory import topology
+from tests.theorems import mixing_matrix
 
 Array = NDArray[np.float64]
 
@@ -91,25 +91,6 @@ def gradient(s: Setting, step: int, rank: int, index: NDArray[np.int64], w: Arra
     return s.curvature * (w - rank) + noise
 
 
-def mixing_matrix(spec: str, n: int, round_: int) -> Array:
-    """Of one round in lock step, entry by entry; only who sits where is the library's draw."""
-    strategy = parse(spec)
-    if strategy.name in ("random_pairs", "noloco"):
-        matrix = np.eye(n)
-        for i, j in enumerate(topology.perfect_matching(n, strategy.seed, round_)):
-            if j is not None:
-                matrix[i, i] = matrix[i, j] = 0.5
-        return matrix
-    order = np.arange(n)
-    if strategy.name == "random_ring":
-        order = topology.ring_order(n, strategy.seed, round_)
-    matrix = np.zeros((n, n))
-    for placement in range(n):
-        for near in {-1, 0, 1} if n > 2 else {0, 1}:
-            matrix[order[placement], order[(placement + near) % n]] += 1 / min(n, 3)
-    return matrix
-
-
 @dataclass
 class Simulation:
     """Super learners of k learners each, n of them."""
@@ -168,7 +149,7 @@ class Simulation:
         strategy = parse(self.setting.spec)
         if strategy.name == "delay_by_one":
             return self.mean(self.W)
-        return mixing_matrix(strategy.base.spec(), self.n, round_) @ self.W
+        return mixing_matrix(strategy, self.n, round_) @ self.W
 
     def settle(self, step: int) -> None:
         """What was to come one step later is taken in now."""
@@ -195,7 +176,7 @@ class Simulation:
             self.pending = True
         elif strategy.name == "synchronous_gossip":
             self.descend(G)
-            self.W = mixing_matrix(strategy.base.spec(), self.n, step) @ self.W
+            self.W = mixing_matrix(strategy, self.n, step) @ self.W
         else:
             self.descend(G)
             if (step + 1) % strategy.period == 0 and step >= getattr(strategy, "warm_up", 0):
@@ -204,7 +185,7 @@ class Simulation:
     def round(self, number: int) -> None:
         strategy = parse(self.setting.spec)
         if strategy.name == "noloco":
-            T = mixing_matrix(strategy.spec(), self.n, number)
+            T = mixing_matrix(strategy, self.n, number)
             pull = T @ (self.W - self.slow) + T @ self.slow - self.slow
             self.momentum = strategy.momentum * self.momentum + strategy.rate * pull
             self.slow = self.slow + self.momentum

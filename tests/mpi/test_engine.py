@@ -50,13 +50,6 @@ def test_the_mean_moves_only_by_local_updates(
     assert found["exchanges"] >= 5 * n, found
 
 
-def test_the_mean_test_sees_a_loss() -> None:
-    """One number of one super learner, moved by 1e-3, is noticed."""
-    how = ("--steps", 60, "--check", 30, "--seed", 1, "--break-merge", 1e-3)
-    (found, *_) = learners(2, "mean.py", *how)
-    assert found["worst"]["float64"] > 1e-12 and found["worst"]["float32"] <= 1e-6, found
-
-
 @functools.cache
 def quiet() -> dict[str, list[dict[str, Any]]]:
     """What the learners said of each wire, by rank."""

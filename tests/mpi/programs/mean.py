@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("--strategy", default="random_pairs")
     parser.add_argument("--wire", default=None)
     parser.add_argument("--no-share", action="store_true", help="every chunk through MPI")
-    parser.add_argument("--break-merge", type=float, default=0.0)
     args = parser.parse_args()
 
     comm = MPI.COMM_WORLD
@@ -66,9 +65,6 @@ def main() -> None:
             assert engine.pause(30.0), "the engine did not come to rest in 30 s"
             comm.Barrier()
             engine.publish(step)
-            driven.absorb()
-            if args.break_merge and comm.rank == 0:
-                model["c", "float64"][0] += args.break_merge
             driven.absorb()
             compare(comm, owed(engine), expected, worst)
             exchanges = comm.allreduce(engine.metrics()["exchanges_active"])
