@@ -1,6 +1,7 @@
 """The simulator's fault scripts on real processes: the promises hold, seen from outside (tests/storm)."""
 
 import dataclasses
+import signal
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,17 @@ def test_who_is_killed_at_rest_takes_its_own_model_only() -> None:
     story.statuses[0] = 75
     assert verdict(story) == ""
     story.models[2][0][0] += 1e-6
+    assert "the sum moves by local updates only" in verdict(story)
+
+
+def test_who_leaves_takes_no_more_than_it_has_given() -> None:
+    story = a_story()
+    story.left[2] = story.models[2][2].copy()
+    strike(story, 2, "leave")
+    story.statuses[2] = -signal.SIGTERM
+    note(story, "held", 2, 2, made=2 * EPOCH)
+    assert verdict(story) == ""
+    story.left[2][0] += 1e-6
     assert "the sum moves by local updates only" in verdict(story)
 
 
