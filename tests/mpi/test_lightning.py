@@ -3,12 +3,13 @@
 import csv
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from tests.launcher import ROOT, Result, run_learners
 from tests.uneven import time_over_ideal
@@ -89,6 +90,62 @@ def test_under_every_launcher(tmp_path: Path, launcher: str) -> None:
 @pytest.mark.extended
 def test_as_plain_horovod(tmp_path: Path) -> None:
     check(run(tmp_path, 4, 4, "mpirun"), 4)
+
+
+class Claimed(Sampler[int]):
+    """Of a learner that gets three batches up to the job's first meeting, and none up to the second."""
+
+    epoch, batch_size = 0, 1
+    parts: ClassVar[Any] = [[4, 1, 0], []]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.parts[self.epoch])
+
+    def __len__(self) -> int:
+        return 4
+
+    def set_ends(self, *ends: Any) -> None:
+        assert ends == ([4, 8], 0)
+
+
+def test_a_loader_gives_the_numbers_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of two batches, validation after each; the last batch is made of a first row."""
+    from hvd_adpsgd.integrations import lightning
+
+    monkeypatch.setattr(lightning.hvd, "size", lambda: 2)
+    monkeypatch.setattr(lightning.hvd, "progress", lambda _: SimpleNamespace(samples=7))
+    new, cleared = SimpleNamespace, []
+    total, current, fetcher = new(completed=9), new(ready=9), new(fetched=5)
+    optimization = new(optim_progress=new(optimizer=new(step=new(total=total))))
+    loop = new(batch_progress=new(current=current), automatic_optimization=optimization)
+    trainer = new(
+        accumulate_grad_batches=2, current_epoch=0, global_step=10, max_epochs=1, max_steps=-1, callbacks=[],
+        val_check_interval=2, val_check_batch=2, check_val_every_n_epoch=1,
+        fit_loop=new(epoch_loop=loop, _data_fetcher=fetcher),
+        optimizers=[new(zero_grad=lambda: cleared.append(1))],
+    )  # fmt: skip
+    data = Claimed()
+    loader = lightning._Divided(range(8), sampler=data)  # type: ignore[arg-type]
+    vars(loader).update(trainer=trainer, data=data, samples=8, row=0)
+    seen = [
+        (batch.tolist(), current.ready, total.completed, loader.is_last, trainer.val_check_batch == 1,
+         fetcher.length - fetcher.fetched, len(cleared))
+        for batch in loader
+    ]  # fmt: skip
+    assert seen == [
+        ([4], 0, 10, False, False, 2, 0),
+        ([1], 1, 9, False, False, 2, 0),  # makes a step whose number is not the meeting's
+        (
+            [0],
+            1,
+            10,
+            True,
+            True,
+            2,
+            1,
+        ),  # of two batches it has one, before which gradients are cleared
+        ([0], 3, 11, True, True, 1, 2),
+    ]
 
 
 def test_speeds_divide_no_data_of_several_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +287,9 @@ def test_another_number_of_super_learners_resumes(
     for learners, validated in ((before, first), (after, rest)):
         assert all(facts["validated"] == validated for facts in learners), learners
         assert all(facts["counted"] == max(validated[-1], end) for facts in learners)
+    assert all(
+        set(facts["asked"]) <= set(first) for facts in before
+    )  # to save, after its steps alone
     assert all(facts["begins"] and facts["size"] == 5 for facts in after)
     assert name != "resumed" or after[0]["loss"] < before[0]["loss"]
 

@@ -204,15 +204,30 @@ def uneven() -> None:
     say(**told(model, trainer))
 
 
+class Saves(ModelCheckpoint):
+    """Notes after which steps it is asked to save."""
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        self.__dict__.setdefault("asked", []).append(trainer.global_step)
+        super().on_train_batch_end(trainer, *rest)
+
+
 def resumed(name: str = "last.ckpt", epochs: Any = (2, EPOCHS), **how: Any) -> None:
     """The first epochs, or up to the last step; if there is that checkpoint, the rest."""
     model, last = Net(), SAVED / name
     state = torch.load(last, weights_only=True)["state_dict"] if last.exists() else {}
-    saves = ModelCheckpoint(SAVED, "{step}", save_top_k=-1, every_n_train_steps=6)
+    saves = Saves(SAVED, "{step}", save_top_k=-1, every_n_train_steps=6)
     how |= {"max_epochs": epochs[bool(state)], "callbacks": [saves] if how else []}
     trainer = fit(model, last if state else None, **how)
     begins, counted = model.first == digest(state.values()), trainer.global_step
-    say(**told(model, trainer), counted=counted, begins=begins, validated=model.validated)
+    asked = vars(saves).get("asked", [])
+    say(
+        **told(model, trainer),
+        counted=counted,
+        begins=begins,
+        validated=model.validated,
+        asked=asked,
+    )
 
 
 def slow(every: int = 0, **how: Any) -> None:
