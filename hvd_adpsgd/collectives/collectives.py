@@ -512,7 +512,7 @@ class Collectives:
             attempt.flush()
         except CollectiveMismatchError as error:  # all learners raise this error
             outcome.error = error
-        except GaveWayError:  # on all learners
+        except GaveWayError:  # all learners raise it
             outcome.gave_way = True
         except AttemptAbandonedError as left:
             if not left.is_told:

@@ -18,7 +18,7 @@ class FifoLock:
         self._served = 0
         # numbers above `_served` that threads gave up before their turn
         self._left: set[int] = set()
-        self._mine = threading.local()
+        self._of_thread = threading.local()
 
     def take(self) -> int:
         """Take the next number in the queue for the lock, which the caller must `leave` later; return it."""
@@ -57,21 +57,21 @@ class FifoLock:
     @contextlib.contextmanager
     def as_taken(self, number: int) -> Iterator[None]:
         """Context manager in which this thread's `turn` uses `number`, which `take` returned before."""
-        self._mine.number = number
+        self._of_thread.number = number
         try:
             yield
         finally:
-            self._mine.number = None
+            self._of_thread.number = None
             self.leave(number)
 
     def is_taken(self) -> bool:
         """Whether this thread has a number taken before: it is inside `as_taken`."""
-        return getattr(self._mine, "number", None) is not None
+        return getattr(self._of_thread, "number", None) is not None
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Context manager that waits until this thread holds the lock, and releases the lock on exit."""
-        number = getattr(self._mine, "number", None)
+        number = getattr(self._of_thread, "number", None)
         number = self.take() if number is None else number
         try:
             self.wait(number)

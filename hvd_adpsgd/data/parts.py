@@ -129,9 +129,9 @@ class Parts:
         self._living, self._ring = frozenset((me,)), me + 1
         self._servers: dict[int, int] = {}  # by part
         self._served: dict[int, _Served] = {}
-        self._granted: Ranges = []  # to this super learner
+        self._granted: Ranges = []  # by servers to this super learner
         self._ready: Ranges = []  # granted and not taken
-        self._left: dict[int, int] = {}  # by part, how many positions it still had in this epoch
+        self._left: dict[int, int] = {}  # by part, how many positions its server had left
         self._asks: dict[int, tuple[Ask, float]] = {}  # open ones, by part
         self._number = 0
         self._ignorant: set[int] = set()  # super learners that do not know the first epoch
@@ -150,7 +150,7 @@ class Parts:
             self._ready.clear()
         self.epoch, self.ended = epoch, False
         self._entered.add(epoch)
-        if self._founds or self._begun or any(self._mine()):  # who serves has asked those that live
+        if self._founds or self._begun or any(self._settled()):  # servers have asked the living
             self._learn({epoch})
         self._left.clear()
         self._asks = {part: asked for part, asked in self._asks.items() if asked[0].wanted}
@@ -161,7 +161,7 @@ class Parts:
         if self.ended or self.epoch is None:  # what comes after the last step is for the next epoch
             return []
         taken, self._ready = split(self._ready, number)
-        for served in self._mine():
+        for served in self._settled():
             own = self._grant(served, self.me, self.epoch, number - count(taken))
             self._granted = merged(self._granted, own)
             taken = taken + own
@@ -169,7 +169,7 @@ class Parts:
 
     def available(self) -> int:
         """Return how many positions this super learner can take now."""
-        return count(self._ready) + sum(count(self._free(s, self.epoch)) for s in self._mine())
+        return count(self._ready) + sum(count(self._free(s, self.epoch)) for s in self._settled())
 
     def consume(self, ranges: Ranges) -> None:
         """Note positions that the optimizer has stepped with."""
@@ -323,7 +323,7 @@ class Parts:
                 served.opened.add(epoch)
                 served.free = merged(served.free, without([self._bounds(part, epoch)], taken))
 
-    def _mine(self) -> Iterator[_Served]:
+    def _settled(self) -> Iterator[_Served]:
         """The parts served here of which it is known who holds what."""
         return (served for served in self._served.values() if not served.awaited)
 

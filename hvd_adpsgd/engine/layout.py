@@ -165,7 +165,7 @@ class Layout:
         spans: list[_Span] = []
         nbytes = 0
         for rare in (False, True):  # each shard has a part of both
-            more, places, size = self._mine(*self._packed(tensors, rare))
+            more, places, size = self._of_shard(*self._packed(tensors, rare))
             spans += [(t, at, len(chunks) + c, offset, n) for t, at, c, offset, n in places]
             chunks += [replace(c, offset=nbytes + c.offset) for c in more]
             nbytes += size
@@ -198,7 +198,7 @@ class Layout:
             offset = self._pack(members, dtype, rare, offset, chunks, spans)
         return chunks, spans, offset
 
-    def _mine(
+    def _of_shard(
         self, chunks: list[ChunkSpec], spans: list[_Span], nbytes: int
     ) -> tuple[list[ChunkSpec], list[_Span], int]:
         """Reduce a layout part's chunks, spans and bytes to this shard, numbered as if it were a part.

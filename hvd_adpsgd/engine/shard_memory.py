@@ -59,7 +59,7 @@ class Pace:
         self._count, self._mean = 0, 0.0
         self._step: int | None = None
 
-    def after(self, covered: float, step: int | None = None) -> float:
+    def mean_with(self, covered: float, step: int | None = None) -> float:
         """Return the mean, with corrections of the share `covered` of all chunks.
 
         Args:
@@ -205,7 +205,7 @@ class ShardMemory:
         self._applied = NONE  # and in those that it has applied since the last take_arrivals
         self.training = 0
         self.moves: Moves | None = None
-        self._passes = 0  # that were not whole, equal on all learners
+        self._passes = 0  # copies of a part of the model so far, equal on all learners
 
     @property
     def has_rare(self) -> bool:
@@ -293,7 +293,7 @@ class ShardMemory:
                 self.store.publish()
             self.put_off = not goes and self._gathered()
             exchanges, covered = (self.store.arrivals, self.store.covered) if goes else (0.0, 0.0)
-            pace = self._pace.after(covered, step)
+            pace = self._pace.mean_with(covered, step)
             self._notes[self._calls % _ROWS] = goes, self.training, exchanges, pace
         self.published = True
         if self.is_alone:

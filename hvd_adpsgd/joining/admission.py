@@ -14,7 +14,7 @@ from hvd_adpsgd.collectives.usage import counted
 from hvd_adpsgd.data import samplers
 from hvd_adpsgd.errors import ConfigError, PeerFailedError
 from hvd_adpsgd.joining import candidates, reconnect
-from hvd_adpsgd.joining.callbacks import tell_membership
+from hvd_adpsgd.joining.callbacks import call_if_changed
 from hvd_adpsgd.joining.candidates import (
     JoiningSuperLearner,
     JoinOffer,
@@ -136,7 +136,7 @@ def admit(
         here.elsewhere[len(world.groups)] = -1
         have_met(world)
         candidates.notify_launcher(world)
-        tell_membership(world, joined=True)
+        call_if_changed(world, joined=True)
         return state
     if world.is_plain:
         return state
@@ -151,7 +151,7 @@ def admit(
         if chosen is not None:
             _admit(here, world, chosen, model, optimizers, averagings, packed)
     have_met(worlds.current())
-    tell_membership(worlds.current(), joined=False)
+    call_if_changed(worlds.current(), joined=False)
     return state
 
 

@@ -8,7 +8,7 @@ from hvd_adpsgd.launch.world import World
 Callback = TypeVar("Callback", bound=Callable[[tuple[int, ...]], object])
 
 _callbacks: list[Callable[[tuple[int, ...]], object]] = []
-_told: tuple[int, ...] | None = None  # ranks at the last hvd.admit; None before the first call
+_last_ranks: tuple[int, ...] | None = None  # at the last hvd.admit; None before the first call
 
 
 def on_membership_change(callback: Callback) -> Callback:
@@ -33,28 +33,28 @@ def on_membership_change(callback: Callback) -> Callback:
     return callback
 
 
-def are_told() -> bool:
-    """Whether a callback wants to know of changes."""
+def are_registered() -> bool:
+    """Whether the script has registered a callback."""
     return bool(_callbacks)
 
 
-def tell_membership(world: World, joined: bool) -> None:
+def call_if_changed(world: World, joined: bool) -> None:
     """Call this learner's callbacks if the learners of the job have changed; all learners call this together.
 
     Args:
         world: the World of this learner.
         joined: whether this learner has just joined.
     """
-    global _told
-    before = tuple(range(world.size)) if _told is None else _told
-    _told = world.collectives.ranks
-    if joined or _told != before:
+    global _last_ranks
+    before = tuple(range(world.size)) if _last_ranks is None else _last_ranks
+    _last_ranks = world.collectives.ranks
+    if joined or _last_ranks != before:
         for callback in list(_callbacks):
-            callback(_told)
+            callback(_last_ranks)
 
 
 def forget() -> None:
     """Forget all callbacks: another init() begins another job."""
-    global _told
-    _told = None
+    global _last_ranks
+    _last_ranks = None
     _callbacks.clear()

@@ -89,16 +89,16 @@ class Meetings:
         self._meeting = 0  # see Said
         self._others: frozenset[int] = frozenset()
         self._called, self._interval, self._last = 0.0, 0.0, 0.0
-        self._wanted = 0.0  # since when this leader has had a reason; 0: none
-        self._heard = 0.0  # when another leader last asked
-        self._round, self._asked = 0, 0.0  # of the question of this leader; 0 s: none is open
-        self._answers: dict[int, tuple[float, float]] = {}  # to it, by rank: when heard, interval
-        self._renewals = 0  # of answers to it that were too old
+        self._wanted = 0.0  # since when this leader has had a reason to meet; 0: none
+        self._heard = 0.0  # when another leader last asked when to meet
+        self._round, self._asked = 0, 0.0  # number and time of its open question; 0 s: none
+        self._answers: dict[int, tuple[float, float]] = {}  # by rank: when heard, interval
+        self._renewals = 0  # of the question, as answers were too old
         self._patience = 1  # factor of the time for which all wait, where this leader calls
         self._callers: dict[int, Said] = {}  # GO of each leader that has called, this one included
-        self._told: set[int] = set()  # those that know that this one is in
+        self._informed: set[int] = set()  # leaders that know that this one is in
         self._in: set[int] = set()  # the leaders that are in, of those that this one has called
-        self._asks_last = False  # whether it has asked them again, as all are in
+        self._asks_last = False  # whether this leader has asked again, as all are in
         self._ends = 0.0  # when this leader stops waiting; 0: it does not wait
         self._gave_way = False  # whether it has stopped waiting for a while
         self._begins = False  # whether all are to meet, at once or at their next call
@@ -173,7 +173,7 @@ class Meetings:
         self._begins = self._asks_last = self._gave_way = False
         self._patience = 1
         self._asked = self._heard = self._wanted = self._ends = 0.0
-        for kept in (self._answers, self._callers, self._told, self._in):
+        for kept in (self._answers, self._callers, self._informed, self._in):
             kept.clear()
 
     def _hear(
@@ -260,8 +260,8 @@ class Meetings:
         elif self.waits and now > self._ends:
             said += self._leave()
         elif self.waits:
-            called = [rank for rank in self._callers if rank not in {*self._told, self.me}]
-            self._told.update(called)
+            called = [rank for rank in self._callers if rank not in {*self._informed, self.me}]
+            self._informed.update(called)
             said += [(rank, self._says(Word.IN, self._callers[rank].round)) for rank in called]
             if not self._callers:  # all have called off
                 self._ends = 0.0
@@ -285,8 +285,8 @@ class Meetings:
 
     def _goes_out(self) -> Messages:
         """Wait no longer, and tell those that have called."""
-        told = sorted(self._told)
-        self._told.clear()
+        told = sorted(self._informed)
+        self._informed.clear()
         self._ends = 0.0
         return [(rank, self._says(Word.OUT, self._callers[rank].round)) for rank in told]
 
@@ -300,7 +300,7 @@ class Meetings:
     def _forget(self, rank: int) -> None:
         """Forget that a leader has called."""
         self._callers.pop(rank, None)
-        self._told.discard(rank)
+        self._informed.discard(rank)
 
     def _says(self, word: Word, number: int) -> Said:
         return Said(self._meeting, word, number, self._interval)

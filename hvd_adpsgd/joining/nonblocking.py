@@ -7,7 +7,7 @@ import torch
 
 from hvd_adpsgd.collectives.call import Call
 from hvd_adpsgd.inner import horovod
-from hvd_adpsgd.joining.callbacks import are_told
+from hvd_adpsgd.joining.callbacks import are_registered
 from hvd_adpsgd.joining.candidates import join_server
 from hvd_adpsgd.joining.meetings import Messages
 from hvd_adpsgd.joining.replacements import lost, starters
@@ -63,7 +63,7 @@ def _is_called(world: World, doing: str) -> bool:
         )
         gone = set(lost(world.groups, (living - failed) | collectives.finished()))
         new = set() if gone <= here.known else gone
-        if not are_told():  # nobody but a replacement needs to know of failures
+        if not are_registered():  # nobody but a replacement needs to know of failures
             new &= _startable(world, living - failed)
         leaders = _leaders(world, living - failed)
         # learners that have failed with a mate cannot meet, and are waited for until they end

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from hvd_adpsgd.launch.world import World
 
 _server: Any = None  # of a leader's Horovod, which may query it until it shuts down
-_told: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty if Horovod runs over MPI
+_settings: dict[str, str] = {}  # HOROVOD_* variables set for Gloo; empty if Horovod runs over MPI
 
 
-def places_told() -> contextlib.AbstractContextManager[None]:
+def variables_set() -> contextlib.AbstractContextManager[None]:
     """Context manager that sets HOROVOD_* variables, which Horovod reads whenever it makes a process set."""
-    return variables(_told)
+    return variables(_settings)
 
 
 @contextlib.contextmanager
 def world_over_gloo(world: World) -> Iterator[None]:
     """Context manager in which Horovod starts over Gloo: sets HOROVOD_* variables."""
-    global _told
-    _told = _variables(world, _meeting_place(world.inner, world.config))
-    with closed_in_children(), places_told():
+    global _settings
+    _settings = _variables(world, _meeting_place(world.inner, world.config))
+    with closed_in_children(), variables_set():
         yield
 
 

@@ -270,7 +270,7 @@ class StoreGather:
     def __init__(self, store: Store, place: Place, deadline: Deadline, attempt: int = 0):
         self._store, self._place, self._deadline = store, place, deadline
         self._attempt, self._calls = attempt, itertools.count()
-        self._mine = secrets.token_hex(8)
+        self._token = secrets.token_hex(8)
         self._keys: list[str] = []
         self._has_warned = False
 
@@ -301,13 +301,13 @@ class StoreGather:
         call, place = f"{self._attempt}.{next(self._calls)}", self._place
         key = f"{call}.{place.rank}"
         try:
-            mine = [RELEASE, self._mine, place.size, socket.gethostname(), value]
+            mine = [RELEASE, self._token, place.size, socket.gethostname(), value]
             self._store.set(key, json.dumps(mine))
         except Exception as error:  # stores raise errors of many types
             raise self._lost(_first_line(error)) from error
         self._keys.append(key)
         told = [self._get(call, rank) for rank in range(place.size)]
-        if told[place.rank][0] != self._mine:
+        if told[place.rank][0] != self._token:
             raise LaunchError(
                 f"init(): another process is learner {place.rank} too at {place.store}: two jobs use the "
                 "same port. Give each its own MASTER_PORT."

@@ -395,17 +395,17 @@ def _note_exits() -> None:
     exit_state.script = _outermost_frame()
     for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         if hasattr(module, name):  # python -S has no builtins.exit
-            setattr(module, name, _noting(getattr(module, name)))
+            setattr(module, name, _recording_status(getattr(module, name)))
 
 
-def _noting(leave: Callable[..., Any]) -> Callable[..., Any]:
+def _recording_status(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
-    def noted(status: object = None, /) -> Any:
+    def leave_with(status: object = None, /) -> Any:
         if threading.current_thread() is threading.main_thread():  # else it ends that thread only
             exit_state.exit_status = status
         leave(status)
 
-    return noted
+    return leave_with
 
 
 def at_exit(shut_down: Callable[[], object], patience_s: Callable[[], float]) -> None:

@@ -57,7 +57,7 @@ class _Dynamic:
         self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
         self._begun: set[int] = set()
         self._ends: list[int] = []  # see set_ends
-        self._unmade: Ranges = []  # of an epoch of equal steps
+        self._unmade: Ranges = []  # positions left of an epoch in which all make equally many steps
         self._samples_before = 0  # of the job that is resumed, and of former Worlds
         self._sharding: Sharding | None = None
         self._channel: Channel | None = None

@@ -35,7 +35,7 @@ from hvd_adpsgd.inner.horovod import (
     rocm_built,
 )
 from hvd_adpsgd.launch import world as worlds
-from hvd_adpsgd.launch.gloo import places_told
+from hvd_adpsgd.launch.gloo import variables_set
 from hvd_adpsgd.torch import basics
 from hvd_adpsgd.training.inside import told
 
@@ -111,7 +111,7 @@ stop_timeline = inner_only(horovod.stop_timeline)
 
 @functools.wraps(horovod.add_process_set)
 def _add_process_set(process_set: Any) -> Any:
-    with places_told():
+    with variables_set():
         return horovod.add_process_set(process_set)
 
 

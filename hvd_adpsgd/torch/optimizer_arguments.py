@@ -96,7 +96,7 @@ def make_spec(
         **{name: getattr(config, name) for name in given},
         **inner,
         "op": _OPS.get(inner["op"], inner["op"]),
-        # what this learner has found, too, where nothing was given
+        # what a default means on this learner is compared, too
         "average_gradients": averages,
         "moments": f"{config.moments} ({'own' if moments is None else 'shared'})",
     }

@@ -30,7 +30,7 @@ _PIECE_NBYTES = 2**30  # largest size of one broadcast: MPI counts are 32 bits
 
 
 @contextlib.contextmanager
-def joined(device: int) -> Iterator[None]:
+def contributing_zeros(device: int) -> Iterator[None]:
     """Context manager of join(): contributes zeros to gradient averages until all mates have called join().
 
     Args:

@@ -47,7 +47,7 @@ class Engines:
         self.tells = super_learner.world.is_leader or tensors.are_sharded
         self._config = _with_chunks_for(spec.config, tensors.specs[0])
         self._ahead: ModelMemory | None = None
-        self.current = self._first()
+        self.current = self._first_engine()
         try:
             tensors.bind(self.current.memory)
         except BaseException:
@@ -55,7 +55,7 @@ class Engines:
             self.current.release()
             raise
 
-    def _first(self) -> Engine:
+    def _first_engine(self) -> Engine:
         world, has_shard = self._world, self._has_shard
 
         def gather(value: Any) -> list[Any]:

@@ -54,7 +54,7 @@ class Mates:
 
     def __init__(self, inner: Any, rank: int):
         self._rows = shared_table(COLUMNS, inner)
-        self._mine = self._rows[rank]
+        self._row = self._rows[rank]
         self.sets = 0
         self.is_away = False
         self._asked = 0
@@ -63,19 +63,19 @@ class Mates:
         """Count one more averaged set of gradients."""
         self.sets += 1
         self._asked = 0
-        self._mine["asked"] = self.sets << 32
+        self._row["asked"] = self.sets << 32
 
     def submitted(self) -> None:
         """Record that each gradient of this learner's present set is submitted, or will be without a wait."""
-        self._mine["complete"] = self.sets + 1
+        self._row["complete"] = self.sets + 1
 
     def starts_from(self, total: float) -> None:
         """Record the sum of the parameters, before the first step."""
-        self._mine["model"] = total
+        self._row["model"] = total
 
     def other_models(self, difference: float) -> list[int]:
         """Return the inner ranks of learners whose first step is from a sum that differs by more."""
-        models, mine = self._rows["model"], self._mine["model"]
+        models, mine = self._rows["model"], self._row["model"]
         are_known = (models != 0) & (mine != 0)
         return np.flatnonzero(are_known & (np.abs(models - mine) > difference)).tolist()
 
@@ -94,7 +94,7 @@ class Mates:
     def closes(self, ends: bool = False) -> None:
         """Record that this learner submits no more gradients; `ends`: as it has entered shutdown()."""
         fence()  # a mate that sees this also sees the last set as submitted
-        self._mine["closed"] = _ENDS if ends else self._mine["closed"] or _CLOSES
+        self._row["closed"] = _ENDS if ends else self._row["closed"] or _CLOSES
 
     def have_ended(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that `have_closed`, and have entered shutdown()."""
@@ -115,7 +115,7 @@ class Mates:
 
     def refuses(self) -> None:
         """Record, before submitting the last gradient, that no learner may step with the present set."""
-        self._mine["refused"][self.sets % 2] = self.sets + 1
+        self._row["refused"][self.sets % 2] = self.sets + 1
 
     def refusing(self) -> list[int]:
         """Return the inner ranks of learners that refuse to step with the set of gradients averaged last."""
@@ -129,8 +129,8 @@ class Mates:
         All compare these after the next all-reduce, which no learner enters before its step: so no learner
         waits to compare, and all get the same result.
         """
-        self._mine["bits"][self.sets % 2] = bits
-        self._mine["stepped"][self.sets % 2] = self.sets + 1
+        self._row["bits"][self.sets % 2] = bits
+        self._row["stepped"][self.sets % 2] = self.sets + 1
 
     def differ(self) -> bool:
         """Whether learners made the step before the last set with different checksums; see `steps_with`."""
@@ -140,11 +140,11 @@ class Mates:
 
     def loses_quorum(self) -> None:
         """Record, before submitting a gradient of the present set, that no learner may step with that set."""
-        self._mine["quorum"] = self._mine["quorum"] or self.sets + 1
+        self._row["quorum"] = self._row["quorum"] or self.sets + 1
 
     def regains_quorum(self) -> None:
         """Record, between two sets of gradients, that this learner knows of a quorum again."""
-        self._mine["quorum"] = 0
+        self._row["quorum"] = 0
 
     @property
     def lack_quorum(self) -> bool:
@@ -159,7 +159,7 @@ class Mates:
         """Record that this learner begins an operation over all learners, or over the super learner."""
         self._asked += 1
         fence()  # a mate that sees this also sees the sets before as submitted
-        self._mine["asked"] = (self.sets << 32) + self._asked
+        self._row["asked"] = (self.sets << 32) + self._asked
 
     def ahead(self) -> list[int]:
         """Return the inner ranks that have begun an operation which this learner has not begun."""
@@ -168,12 +168,12 @@ class Mates:
     def joins(self) -> None:
         """Record that this learner makes no more steps until all learners have called join()."""
         self.is_away = True
-        self._mine["joined"] = self.sets + 1
+        self._row["joined"] = self.sets + 1
 
     def returns(self, sets: int) -> None:
         """Reset the counters after all learners have called join(): the next set is number `sets`."""
         self.sets, self._asked, self.is_away = sets, 0, False
-        self._mine["complete"], self._mine["joined"], self._mine["asked"] = sets, 0, sets << 32
+        self._row["complete"], self._row["joined"], self._row["asked"] = sets, 0, sets << 32
 
     def has_joined(self, rank: int) -> bool:
         """Whether learner `rank`, in join(), contributed zeros to the set of gradients averaged last.
@@ -215,7 +215,7 @@ class Mates:
 
     def _elsewhere(self, others: Iterable[Mates]) -> NDArray[np.bool_]:
         """Return, by inner rank, whether a learner is ahead of this one in operations or other optimizers."""
-        ahead: NDArray[np.bool_] = self._rows["asked"] > self._mine["asked"]
+        ahead: NDArray[np.bool_] = self._rows["asked"] > self._row["asked"]
         for other in others:
-            ahead |= other._rows["complete"] > other._mine["complete"]
+            ahead |= other._rows["complete"] > other._row["complete"]
         return ahead

@@ -175,7 +175,7 @@ def _multiply_by_torch(
     torch._foreach_add_(product, offered)
     torch._foreach_mul_(product, offered)
     torch._foreach_div_(product, law.known)
-    for each in product:  # else an infinite one stays in cross for good
+    for each in product:  # an infinite one would stay in `cross` for good
         largest = torch.finfo(each.dtype).max / 4
         torch.nan_to_num_(each, nan=largest).clamp_(-largest, largest)
     torch._foreach_sub_(product, cross)

@@ -160,7 +160,7 @@ class _PeerWatch:
                 self._check(self._world)
         except AdpsgdError as error:
             if not self._over.is_set():
-                self._end(error)
+                self._end_waits(error)
         finally:
             self._board.mine["looks"] = -1
 
@@ -292,7 +292,7 @@ class _PeerWatch:
         self._world.collectives.leave(error)
         return error
 
-    def _end(self, error: AdpsgdError) -> None:
+    def _end_waits(self, error: AdpsgdError) -> None:
         """End the waits of this super learner's learners; what their scripts call next raises `error`."""
         if self._is_in_torch():
             log.error(

@@ -486,7 +486,7 @@ class _Lane:
         self.busy: list[Event] = []
         self._up, self._down = device.stream(), device.stream()
         self._corrections, self._copies = device.empty(0), device.empty(0)
-        self._mine: dict[int, list[tuple[int, int, int, int]]] = {}
+        self._spans_of_chunk: dict[int, list[tuple[int, int, int, int]]] = {}
         self._spans: dict[_Run, list[_Span]] = {}
         # flat views of tensors, kept until the streams have used them
         self._flat: dict[int, torch.Tensor] = {}
@@ -495,10 +495,10 @@ class _Lane:
         """Use `table` as the engine's memory, and `tensors`: numbers of the tensors on this lane's device."""
         self._table, self._tensors = table, tensors
         self._spans.clear()
-        self._mine.clear()
+        self._spans_of_chunk.clear()
         spans = table.memory.layout.spans
         for tensor, start, chunk, offset, count in spans[np.isin(spans[:, 0], tensors)].tolist():
-            self._mine.setdefault(chunk, []).append((tensor, start, offset, count))
+            self._spans_of_chunk.setdefault(chunk, []).append((tensor, start, offset, count))
         runs = [run for run in table.runs(NO_SLOT) if self._spans_of(run)]
         corrections = [table.corrections(run, 0).nbytes for run in runs]
         copies = [table.mirror(run).nbytes for run in runs] if table.memory.leads else []
@@ -547,7 +547,7 @@ class _Lane:
     def _spans_of(self, run: _Run) -> list[_Span]:
         where = run._replace(kind=0)
         if where not in self._spans:
-            self._spans[where] = self._table.spans(where, self._mine)
+            self._spans[where] = self._table.spans(where, self._spans_of_chunk)
         return self._spans[where]
 
     def _views(self, spans: Iterable[_Span]) -> list[torch.Tensor]:

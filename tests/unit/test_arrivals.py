@@ -8,11 +8,11 @@ from hvd_adpsgd.engine.shard_memory import NONE, Arrivals, ModelMemory, Pace
 def test_corrections_of_one_step_are_added_those_of_steps_are_averaged() -> None:
     """A pause takes in corrections between two steps; they count as those of the step before."""
     pace = Pace()
-    assert pace.after(0.5, step=1) == 0.5
-    assert pace.after(0.25, step=1) == 0.75
-    assert pace.after(0.0, step=2) == 0.375
+    assert pace.mean_with(0.5, step=1) == 0.5
+    assert pace.mean_with(0.25, step=1) == 0.75
+    assert pace.mean_with(0.0, step=2) == 0.375
     for step in range(3, 200):
-        last = pace.after(0.25, step)
+        last = pace.mean_with(0.25, step)
     assert last == pytest.approx(0.25, rel=0.01)
 
 

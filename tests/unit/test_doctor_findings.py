@@ -229,8 +229,8 @@ def test_survival_is_read_from_marked_lines():
         '[1,0]<stdout>: @doctor {"rank": 0, "alive": 1}\n'
     )
     answer = Answer(137, out, "", 5.0)
-    assert launch.read_survival(2, answer) == Survival(2, True, True, 1, 5.0, "exit status 137")
-    assert not launch.read_survival(3, answer).together
+    assert launch.parse_survival(2, answer) == Survival(2, True, True, 1, 5.0, "exit status 137")
+    assert not launch.parse_survival(3, answer).together
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_survival_is_read_from_marked_lines():
 def test_survival_that_never_came(err, error):
     """What others than learner 0 say does not count."""
     out = '@doctor {"rank": 1, "together": 2}\n@doctor {"rank": 1, "alive": 1}'
-    survival = launch.read_survival(2, Answer(1, out, err, 5.0))
+    survival = launch.parse_survival(2, Answer(1, out, err, 5.0))
     assert survival == Survival(2, False, False, None, 5.0, error)
 
 

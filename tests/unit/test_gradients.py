@@ -131,7 +131,7 @@ def mates(n: int = 2) -> list[Mates]:
     rows = np.zeros(n, list(COLUMNS))
     made = [Mates(None, 0) for _ in range(n)]
     for rank, one in enumerate(made):
-        one._rows, one._mine = rows, rows[rank]
+        one._rows, one._row = rows, rows[rank]
     return made
 
 

@@ -216,6 +216,6 @@ def test_callbacks_are_forgotten_in_shutdown_also_without_a_call_of_admit(monkey
         monkeypatch.setattr(getattr(basics, module), name, lambda world: None)
     basics.init()
     callbacks.on_membership_change(lambda ranks: None)
-    assert callbacks.are_told()
+    assert callbacks.are_registered()
     assert not list(world.teardown.run_stops())
-    assert not callbacks.are_told()
+    assert not callbacks.are_registered()

@@ -218,7 +218,7 @@ def test_a_peer_in_an_operation_is_waited_for(job: Job, act: Any) -> None:
 
 def test_what_one_learner_has_found_all_raise(job: Job) -> None:
     """Also before their watches look: in their next call of this library, or when Horovod's wait ends."""
-    job.watch._end(CollectiveMismatchError("learner 5 is elsewhere"))
+    job.watch._end_waits(CollectiveMismatchError("learner 5 is elsewhere"))
     assert job.interrupted == [job.world] and str(job.left.pop()) == "learner 5 is elsewhere"
     other = _PeerWatch(job.world)
     other._super_learner, other._all = job.watch._super_learner, job.watch._all

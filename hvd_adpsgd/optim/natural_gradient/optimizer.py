@@ -155,7 +155,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
                 loss = closure()
         moves = list(self._moves())
         for (parameter, direction, lr), factor in zip(
-            moves, self._curvature.limited(moves), strict=True
+            moves, self._curvature.limit_factors(moves), strict=True
         ):
             parameter.add_(direction, alpha=-lr * factor)
         self._curvature.finish()
@@ -216,10 +216,10 @@ class _Curvature:
         self.taps: dict[str, Tap] = {}
         self._make = make
         self._modules = dict(model.named_modules())
-        self._owners = Counter(id(p) for m in self._modules.values() for p in _own(m))
+        self._owners = Counter(id(p) for m in self._modules.values() for p in _direct_parameters(m))
         self._component: dict[int, str] = {}
         for name, module in self._modules.items():
-            for parameter in _own(module):
+            for parameter in _direct_parameters(module):
                 self._component.setdefault(id(parameter), name)
         weakref.finalize(self, _release_all, self.taps)
 
@@ -227,7 +227,7 @@ class _Curvature:
         """Precondition the modules of the model whose weights are among `parameters`: make a Tap for each."""
         wanted = {id(p) for p in parameters}
         for name, module in self._modules.items():
-            mine = {id(p) for p in _own(module)}
+            mine = {id(p) for p in _direct_parameters(module)}
             if not mine & wanted or any(self._owners[key] > 1 for key in mine):
                 continue
             for tap in self._tap(name, module, wanted):
@@ -249,7 +249,7 @@ class _Curvature:
         kinds = Counter(
             type(module).__name__
             for module in self._modules.values()
-            if plain & {id(p) for p in _own(module)}
+            if plain & {id(p) for p in _direct_parameters(module)}
         )
         if not kinds:
             return
@@ -266,7 +266,7 @@ class _Curvature:
 
     # ---- the step
 
-    def limited(self, moves: list[tuple[nn.Parameter, Tensor, float]]) -> list[float]:
+    def limit_factors(self, moves: list[tuple[nn.Parameter, Tensor, float]]) -> list[float]:
         """Return for each move (p, v, lr) the factor s <= 1 that keeps the step's norm within `limits`."""
         if not moves or min(self.limits) == math.inf:
             return [1.0] * len(moves)
@@ -309,7 +309,7 @@ def _unit(scaler: Any) -> float:
     return 1.0 if scaler is None else 1 / scaler.get_scale()
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
+def _direct_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
 
 

@@ -56,7 +56,7 @@ def try_without_mpi(seconds: float, hosts: Sequence[str] = ()) -> Survival:
     n, where = _where(hosts)
     command = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", str(n), *where]
     answer = bounded([*command, sys.executable, "-c", PROGRAM], seconds, _options())
-    return dataclasses.replace(read_survival(n, answer), launcher="python -m hvd_adpsgd run -np")
+    return dataclasses.replace(parse_survival(n, answer), launcher="python -m hvd_adpsgd run -np")
 
 
 def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
@@ -76,7 +76,7 @@ def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> 
     else:
         options = list(ULFM_OPTIONS) if switch_on else []
     command = [horovodrun, "-np", str(n), *where, *options, sys.executable, "-c", PROGRAM]
-    return read_survival(n, bounded(command, seconds, _options()))
+    return parse_survival(n, bounded(command, seconds, _options()))
 
 
 def _where(hosts: Sequence[str]) -> tuple[int, list[str]]:
@@ -85,8 +85,8 @@ def _where(hosts: Sequence[str]) -> tuple[int, list[str]]:
     return max(2, len(hosts)), named
 
 
-def read_survival(n: int, answer: Answer) -> Survival:
-    """Read the test job's result from learner 0's output; the exit status says nothing after a failure."""
+def parse_survival(n: int, answer: Answer) -> Survival:
+    """Parse what learner 0 of the job with a killed learner has printed; its exit status says nothing."""
     said = marked(answer.out)
     first = [facts for facts in said if facts.get("rank") == 0]
     return Survival(

@@ -8,7 +8,7 @@ from hvd_adpsgd.inner import horovod
 from hvd_adpsgd.launch import world as worlds
 from hvd_adpsgd.torch.basics import global_process_set, inner_process_set
 from hvd_adpsgd.torch.collectives.calls import run_call
-from hvd_adpsgd.torch.uneven_steps import joined
+from hvd_adpsgd.torch.uneven_steps import contributing_zeros
 from hvd_adpsgd.training.inside import told
 
 
@@ -45,6 +45,6 @@ def join(device: int = -1) -> int:
     if world.is_plain:
         return int(horovod.join(device))
     call = Call("join", private=(time.time(), world.rank))
-    with joined(device):
+    with contributing_zeros(device):
         calls = run_call(world, call, lambda attempt: attempt.calls)
     return int(max(other.private for other in calls)[1])

@@ -149,7 +149,7 @@ class SuperLearner:
             exchanges: see Store.arrivals.
             covered: see Store.covered.
         """
-        self.arrivals = Arrivals(exchanges, self._pace.after(covered))
+        self.arrivals = Arrivals(exchanges, self._pace.mean_with(covered))
         self.rule.after_corrections()
 
     @torch.no_grad()
