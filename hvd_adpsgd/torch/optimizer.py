@@ -114,8 +114,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             Default, and "float32": as the model is stored.
         moments: "shared": Adam, AdamW, NAdam, RAdam and RMSprop step with moments of all super learners, as
             in synchronous training, Muon with averaged momentum, and other classes with what their method
-            momentum_keys(group) names of a parameter's state; messages are longer by a quarter. "own": each
-            has its own. Default: shared where that is possible.
+            momentum_keys(group) names of a parameter's state, and second_moment_key(group) if that group is
+            updated by Adam's law; messages are longer by a quarter. "own": each has its own. Default:
+            shared where that is possible.
         average_gradients: False: the script averages gradients in the super learner before step(), by
             DistributedDataParallel or fully_shard in hvd.super_learner_group(), or by itself. Default: found.
         buffers: also average the floating-point buffers of this module (BatchNorm statistics), or

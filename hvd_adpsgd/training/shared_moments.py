@@ -16,7 +16,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from hvd_adpsgd.training.shared_momentum import (
     SharedMomentum,
     has_momentum,
     momentum,
+    second_of,
     unshareable,
 )
 from hvd_adpsgd.training.update_rules import Named, Tensors
@@ -46,12 +47,14 @@ class Adaptive:
     Attributes:
         first, second: names of the first and the second moment. Without a first one, SharedMoments keeps it.
         first_decay, second_decay: decay per step, of a parameter group.
+        beside: what is momentum where a class updates only some parameters by Adam's law; None: it does all.
     """
 
     first: str | None
     second: str
     first_decay: Callable[[Group], float]
     second_decay: Callable[[Group], float]
+    beside: Momentum | None = None
 
 
 _ADAM = Adaptive(
@@ -93,7 +96,13 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
 
 def shareable(optimizer: torch.optim.Optimizer) -> Adaptive | Momentum | str:
     """Return which moments of an optimizer are shared, or why none can be, for a message."""
-    return momentum(optimizer) if has_momentum(optimizer) else adaptive(optimizer)
+    if not has_momentum(optimizer):
+        return adaptive(optimizer)
+    found = momentum(optimizer)
+    if isinstance(found, str) or not found.second:
+        return found
+    parameter, second = next(iter(found.second.items()))
+    return replace(_ADAM, first=found.keys[parameter][0], second=second, beside=found)
 
 
 class SharedMoments(SharedMomentum):
@@ -177,21 +186,32 @@ class SharedMoments(SharedMomentum):
         # parameters that the last step has changed, if it was not skipped
         self._stepped: list[int] = []
         self._skips: tuple[Event, torch.Tensor] | None = None  # whether it was, behind the event
-        super().__init__(model, optimizer, Momentum({}))
+        super().__init__(model, optimizer, kind.beside or Momentum({}))
 
     def extend(self, named: Named) -> list[tuple[str, torch.Tensor]]:
         """Share the moments of further parameters, too; return what is averaged for them."""
         averaged = super().extend(named)
-        for parameter, moment in zip(self.model, self._moment, strict=True):
-            if id(parameter) not in self._place:
-                self._place[id(parameter)] = len(self._place)
-                self._cross.append(torch.zeros_like(moment))
-                self._lacking.append(torch.ones((), dtype=moment.dtype, device=moment.device))
-                self._steps.append(0)
+        for i in range(len(self._steps), len(self.model)):
+            parameter, moment = self.model[i], self._moment[i]
+            if is_adaptive := self._is_adaptive(parameter):
+                self._place[id(parameter)] = i
+            self._cross.append(
+                torch.zeros_like(moment) if is_adaptive else torch.empty(0, device=moment.device)
+            )
+            self._lacking.append(torch.ones((), dtype=moment.dtype, device=moment.device))
+            self._steps.append(0)
         return averaged
 
+    def _is_adaptive(self, parameter: torch.Tensor) -> bool:
+        beside = self._kind.beside
+        if beside is None or id(parameter) in beside.keys:
+            return beside is None or id(parameter) in beside.second
+        return bool(second_of(self._optimizer(), self._group_of(parameter)))
+
     def _keys_of(self, parameter: torch.Tensor) -> Keys:
-        return (self._kind.first or "mean",)
+        if self._kind.beside is None:
+            return (self._kind.first or "mean",)
+        return super()._keys_of(parameter)
 
     def start(self) -> None:
         for x, lacking in zip(self._cross, self._lacking, strict=True):
@@ -215,6 +235,9 @@ class SharedMoments(SharedMomentum):
         state, first = self._optimizer().state, self._kind.first
         for i, parameter in enumerate(self.model):
             its = state.get(parameter)
+            if id(parameter) not in self._place:
+                self._adopt_one(i, state)
+                continue
             if not its:
                 if self._steps[i]:  # the state was emptied
                     self._forget(i)

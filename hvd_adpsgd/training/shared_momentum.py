@@ -6,7 +6,7 @@ and the mean of all models would not change.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +24,15 @@ _16_BITS = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Momentum:
-    """Which tensors in an optimizer's state are momentum: their names, by id of the parameter."""
+    """Which tensors in an optimizer's state are momentum.
+
+    Attributes:
+        keys: their names, by id of the parameter.
+        second: by id of parameters that are updated by Adam's law, the name of their second moment.
+    """
 
     keys: dict[int, Keys]
+    second: dict[int, str] = field(default_factory=dict)
 
 
 def momentum(optimizer: torch.optim.Optimizer) -> Momentum | str:
@@ -36,7 +42,15 @@ def momentum(optimizer: torch.optim.Optimizer) -> Momentum | str:
         if reason := unshareable(group):
             return f"{name} {reason}"
     keys = {id(p): keys_of(optimizer, group) for group in groups for p in group["params"]}
-    return Momentum(keys) if any(keys.values()) else f"{name} names none in momentum_keys(group)"
+    if not any(keys.values()):
+        return f"{name} names none in momentum_keys(group)"
+    seconds = [(second_of(optimizer, group), group["params"]) for group in groups]
+    second = {id(p): key for key, parameters in seconds if key for p in parameters}
+    if second and {len(each) for each in keys.values()} != {1}:
+        return f"{name} names not one momentum of each parameter beside second moments"
+    if len({(keys[p][0], key) for p, key in second.items()}) > 1:
+        return f"{name} names moments that Adam's law changes differently in its groups"
+    return Momentum(keys, second)
 
 
 def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
@@ -48,6 +62,12 @@ def keys_of(optimizer: torch.optim.Optimizer, group: Group) -> Keys:
     """Return the names of a group's momentum in the state of a parameter."""
     own = getattr(optimizer, "momentum_keys", None)
     return _known(optimizer) if own is None else tuple(own(group))
+
+
+def second_of(optimizer: torch.optim.Optimizer, group: Group) -> str:
+    """Return the name of the second moment of a group that is updated by Adam's law, "" for others."""
+    own = getattr(optimizer, "second_moment_key", None)
+    return "" if own is None else own(group) or ""
 
 
 def _known(optimizer: torch.optim.Optimizer) -> Keys:
@@ -123,15 +143,19 @@ class SharedMomentum(UpdateRule):
     def _adopt(self) -> None:
         """Where the optimizer has other moments than before, average these in place."""
         state = self._optimizer().state
-        for place, (i, key) in enumerate(self._of):
-            its = state.get(self.model[i], {})
-            if its.get(key) is not None:
-                self._take(place, its)
-                self._held.add(place)
-            elif place in self._held:  # the state was emptied
-                self._held.remove(place)
-                if not self.received:
-                    self._moment[place].zero_()
+        for place in range(len(self._of)):
+            self._adopt_one(place, state)
+
+    def _adopt_one(self, place: int, state: Any) -> None:
+        i, key = self._of[place]
+        its = state.get(self.model[i], {})
+        if its.get(key) is not None:
+            self._take(place, its)
+            self._held.add(place)
+        elif place in self._held:  # the state was emptied
+            self._held.remove(place)
+            if not self.received:
+                self._moment[place].zero_()
 
     def _take(self, place: int, state: Any) -> bool:
         """Put a moment into a parameter's state; return whether another one was there."""

@@ -1,14 +1,16 @@
 """Momentum of optimizers that is averaged, without a second moment."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from hvd_adpsgd.engine.shard_memory import Arrivals
 from hvd_adpsgd.errors import ModelMismatchError
-from hvd_adpsgd.training.shared_moments import shareable
+from hvd_adpsgd.training.shared_moments import share, shareable
 from hvd_adpsgd.training.shared_momentum import Momentum, SharedMomentum
 
 
@@ -110,3 +112,57 @@ def test_which_optimizers_have_momentum() -> None:
     assert "SGD is none of" in str(shareable(torch.optim.SGD(matrix, lr=0.1, momentum=0.9)))
     none = Lion([{"params": matrix, "keys": ()}])
     assert "Lion names none in momentum_keys(group)" in str(shareable(none))
+
+
+class Beside(torch.optim.AdamW):
+    """Updates its first group by Adam's law, its second by momentum, as Muon with AdamW for vectors does."""
+
+    def momentum_keys(self, group: dict[str, Any]) -> Sequence[str]:
+        return ["m" if group.get("plain") else "exp_avg"]
+
+    def second_moment_key(self, group: dict[str, Any]) -> str | None:
+        return None if group.get("plain") else "exp_avg_sq"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        adam, plain = self.param_groups[0]["params"], self.param_groups[1]["params"]
+        for p in plain:
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            p -= m.add_(p.grad)
+            p.grad = None
+        super().step(closure)
+        assert all("exp_avg" in self.state[p] for p in adam)
+
+
+def test_a_second_moment_beside_momentum_is_corrected_as_adams() -> None:
+    """As if its parameters had an optimizer of their own."""
+
+    def made(kind: type, *groups: Any) -> tuple[Any, Any]:
+        optimizer = kind([dict(group) for group in groups], lr=0.1)
+        found = shareable(optimizer)
+        assert not isinstance(found, str)
+        names = zip("ab", (p for g in optimizer.param_groups for p in g["params"]), strict=False)
+        asked = (lambda: optimizer), (lambda: 0.5), (lambda: 4), (lambda: Arrivals(1, 1.0))
+        rule = share(found, list(names), *asked)
+        rule.start()
+        return optimizer, rule
+
+    a, b, alone = ones(3), ones(2), ones(3)
+    mixed = made(Beside, {"params": [a]}, {"params": [b], "plain": True})
+    own = made(torch.optim.AdamW, {"params": [alone]})
+    random = torch.Generator().manual_seed(5)
+    for _ in range(4):
+        gradient, added = (torch.randn(3, generator=random) for _ in range(2))
+        for optimizer, rule in (mixed, own):
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = gradient[: len(p)].clone()
+            with torch.no_grad():
+                optimizer.step(functools.partial(rule.before_update))
+                rule.after_update()
+                rule.pass_time(0)
+                rule.before_corrections()
+                moments(rule)["moment.exp_avg.a"].add_(added)
+                rule.after_corrections()
+    torch.testing.assert_close(a, alone)
+    assert mixed[0].state[b]["m"] is moments(mixed[1])["moment.m.b"]
+    assert [len(x) for x in mixed[1].tensors()["cross"]] == [3, 0]
