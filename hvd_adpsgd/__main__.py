@@ -32,7 +32,7 @@ def main() -> int:
     for name, (_, told) in _COMMANDS.items():
         commands.add_parser(name, help=told, add_help=False)
     chosen = sys.argv[1:2]
-    if not (chosen and chosen[0] in _COMMANDS):  # for its help and its error
+    if not (chosen and chosen[0] in _COMMANDS):  # the parser prints help, or an error
         parser.parse_args(chosen)
     module = _COMMANDS[chosen[0]][0]
     try:

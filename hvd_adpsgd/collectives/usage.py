@@ -44,7 +44,7 @@ class _Tally:
     callers: dict[Caller, tuple[int, float]] = field(default_factory=dict)
     began: float = 0.0  # when the window did, of time.monotonic
     has_warned: bool = False
-    kinds: Counter[str] = field(default_factory=Counter)  # of all operations
+    kinds: Counter[str] = field(default_factory=Counter)  # how often each kind was called
 
 
 tally = _Tally()  # operations over all learners of this process

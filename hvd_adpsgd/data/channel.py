@@ -47,7 +47,7 @@ class Channel:
 
     def talk(self, living: set[int], heard: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
         """Hand messages to the samplers, and return theirs."""
-        if worlds.is_initialized():  # else in shutdown()
+        if worlds.is_initialized():  # not while shutdown() runs
             self._world = worlds.current()
         own = self._world.super_rank
         if not living.issuperset(self._world.groups[own]):

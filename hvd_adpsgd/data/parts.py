@@ -95,8 +95,8 @@ class _Served:
     since: float | None = None  # when this super learner first waited for them
     opened: set[int] = field(default_factory=set)  # epochs whose positions were made free
     free: Ranges = field(default_factory=list)  # positions that no super learner holds
-    granted: dict[int, Ranges] = field(default_factory=dict)  # to each, to this one too
-    answers: dict[int, Give] = field(default_factory=dict)  # the last to each
+    granted: dict[int, Ranges] = field(default_factory=dict)  # by super learner, this one included
+    answers: dict[int, Give] = field(default_factory=dict)  # by super learner, the last one
 
 
 class Parts:
@@ -245,7 +245,7 @@ class Parts:
     def _seek(self, epoch: int, now: float) -> None:
         """Ask for positions if few are left; end the epoch if none are."""
         if self.parts is None and self._living <= self._ignorant | {self.me}:
-            self._cut(self._ring)  # those that knew have failed
+            self._cut(self._ring)  # who knew the first epoch has failed
         if self.parts is None or self.available() >= self.lead:
             return
         others = [p for p in range(self.parts) if self._servers[p] != self.me]
@@ -303,7 +303,7 @@ class Parts:
                 self._out.append((rank, Consumed([], self.rate, self.parts)))
         elif self.parts is None:
             self._cut(message.parts)
-        if message.leaves:  # its process may run on for long
+        if message.leaves:  # the sender may run on for long
             self._departed.add(rank)
             self.members(self._living, self._ring)
 

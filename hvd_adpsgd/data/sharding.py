@@ -88,7 +88,7 @@ class Sharding:
         self.parts = Parts(super_rank, parts, size)
         self.parts.step = self.parts.lead = self._each * self._learners
         self.error: Exception | None = None  # raised by `next` while it waits
-        self.identity: Any = None  # of the data; equal on all learners
+        self.identity: Any = None  # names the data; equal on all learners
         self.mismatch = ""  # why it is not
         self._changed = threading.Condition()
         self._steps: dict[int, Steps] = {}
@@ -99,8 +99,8 @@ class Sharding:
         self._samples_before = 0  # of the job, at the end of the epoch before
         self._is_reported = False  # whether all steps of the epoch are, as consumed
         self._wanted: dict[int, int] = defaultdict(int)  # steps, by epoch
-        self._sent: dict[int, tuple[int, bool]] = {}  # by epoch, what the other learners have
-        self._times: deque[float] = deque(maxlen=_WINDOW)  # of steps, without waits for positions
+        self._sent: dict[int, tuple[int, bool]] = {}  # by epoch, what the others were sent
+        self._times: deque[float] = deque(maxlen=_WINDOW)  # seconds per step, waits left out
         self._waited_s = 0.0
         self._out: list[tuple[int, Any]] = []
 

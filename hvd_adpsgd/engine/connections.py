@@ -492,7 +492,7 @@ class Connections:
         for connection in self._shaking:
             connection.close()
         for handle, inode in self._handed.items():
-            with contextlib.suppress(OSError):  # it is closed
+            with contextlib.suppress(OSError):  # the engine has closed the connection
                 if os.fstat(handle).st_ino == inode:
                     os.close(handle)
 

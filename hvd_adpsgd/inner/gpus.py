@@ -66,7 +66,7 @@ def nccl_of(group: Any) -> Any:
         return None
     try:
         backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it has none for CUDA tensors
+    except RuntimeError:  # the group has no backend for CUDA tensors
         return None
     return backend if isinstance(backend, nccl) else None
 

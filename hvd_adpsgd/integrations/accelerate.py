@@ -89,7 +89,7 @@ class AdpsgdAccelerator(accelerate.Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         kinds, batches = (hvd.DynamicSampler, hvd.DynamicBatchSampler), data_loader.batch_sampler
         sampler = batches if isinstance(batches, kinds) else data_loader.sampler
-        if isinstance(sampler, kinds):  # has divided the data
+        if isinstance(sampler, kinds):  # this sampler divides the data
             divide_by_speeds(prepared, sampler)
         return prepared
 

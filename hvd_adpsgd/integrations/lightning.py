@@ -50,10 +50,10 @@ class _Divided(DataLoader[Any]):
     trainer: Any
     data: hvd.DynamicSampler
     samples: int  # of an epoch
-    row: int  # where the job has met last
+    row: int  # samples at the last meeting
     is_last = False  # whether the batch is the last before a meeting
     _meetings: Any = ()  # steps after which the job meets
-    _validations: Any = ()  # those after which it may validate
+    _validations: Any = ()  # meetings after which it may validate
 
     def __iter__(self) -> Any:
         epoch, each = self._plan(), self._steps.of_epoch
@@ -108,7 +108,7 @@ class _Divided(DataLoader[Any]):
                 self._pass > 0 and before % passes == 0
             )  # there Lightning clears gradients
             for optimizer in trainer.optimizers if self._pass == 0 < before % passes else ():
-                optimizer.zero_grad()  # and here it does not
+                optimizer.zero_grad()  # Lightning does not clear these
         else:  # numbers are repeated or left out, but those of meetings
             rows = 0 if is_first or self._pass else hvd.progress(self.data).samples
             known = max(self._step, self._met + 1, steps.made(rows) + 1)
@@ -186,7 +186,7 @@ class AdpsgdStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        if self._divided_at == trainer.current_epoch:  # one of several loaders
+        if self._divided_at == trainer.current_epoch:  # there are several loaders
             if self._loader is not None:
                 self._loader.batch_sampler.sampler = self._loader.sampler
                 self._loader.__class__, self._loader = type(self._loader).__bases__[1], None

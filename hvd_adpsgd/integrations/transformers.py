@@ -33,7 +33,7 @@ class AdpsgdTrainingArguments(TrainingArguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        # of earlier arguments, as Transformers does
+        # Transformers, too, forgets the state of earlier arguments here
         AcceleratorState._reset_state(reset_partial_state=True)
         self.distributed_state = join_learners(cpu=self.use_cpu)
         device: torch.device = self.distributed_state.device

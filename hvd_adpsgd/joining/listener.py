@@ -111,7 +111,7 @@ class Conversation:
         """Context manager that closes the connection after an error, and raises a PeerFailedError instead."""
         try:
             yield
-        except BlockingIOError:  # of the time limit
+        except BlockingIOError:  # the time limit is over
             self.close()  # the rest of this object cannot be told from the next one
             raise PeerFailedError(
                 f"the other side of the listener {doing} no complete message for {MESSAGE_S:g} s"

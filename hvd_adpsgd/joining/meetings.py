@@ -221,7 +221,7 @@ class Meetings:
             if not old or self._renewals == _RENEWALS:
                 return self._call(clock)
             self._renewals += 1
-            for rank in old:  # it may have stopped since
+            for rank in old:  # each may have stopped since
                 del self._answers[rank]
             return [(rank, self._says(Word.ASK, self._round)) for rank in sorted(old)]
         return []

@@ -25,7 +25,7 @@ from hvd_adpsgd.launch.world import World
 from hvd_adpsgd.lifecycle.membership import Membership
 from hvd_adpsgd.lifecycle.shutdown import finishes_within
 
-_LONGEST_S = 5.0  # for torch's default group to end
+_LONGEST_S = 5.0  # longest wait for the end of torch's default group
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 

@@ -401,7 +401,7 @@ def _note_exits() -> None:
 def _recording_status(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def leave_with(status: object = None, /) -> Any:
-        if threading.current_thread() is threading.main_thread():  # else it ends that thread only
+        if threading.current_thread() is threading.main_thread():  # others: it ends the thread
             exit_state.exit_status = status
         leave(status)
 

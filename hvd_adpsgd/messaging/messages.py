@@ -92,7 +92,7 @@ class Messages:
         self.at_wait: Callable[[], object] = lambda: None
         self.abandoned: dict[int, tuple[str, str, int] | None] = {}
         self._inbox: dict[tuple[int, int, int], deque[Bytes]] = defaultdict(deque)
-        self._between: dict[str, list[tuple[int, Any]]] = defaultdict(list)  # by topic
+        self._between: dict[str, list[tuple[int, Any]]] = defaultdict(list)  # messages, by topic
 
     def send(self, place: int, channel: int, data: Any, number: int | None = None) -> None:
         """Send bytes without waiting. `data` must not change until `flush`.

@@ -200,7 +200,7 @@ def serve_means(averaging: Averaging) -> None:
 
 def _close(topics: Topics) -> None:
     what = "average_model_async: hvd.shutdown() came before its end. Call hvd.synchronize before."
-    if (means := topics.remove(_TOPIC)) is not None:  # else these operations were closed before
+    if (means := topics.remove(_TOPIC)) is not None:  # None: they were closed before
         means.fail(NotInitializedError(what))
 
 

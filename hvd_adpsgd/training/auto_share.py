@@ -102,7 +102,7 @@ class AutoShare:
 
     def after_step(self, engine: Engine, counters: Counters) -> None:
         """Look at the counters, if it is time to, and let the next exchanges move another share."""
-        if engine is not self._engine:  # also after an admission
+        if engine is not self._engine:  # the first one, or that of an admission
             self._engine, self._used = engine, None
             self._control.element_nbytes = engine.memory.own.layout.element_nbytes
             engine.move_share(self.share, self.wire_format)

@@ -196,7 +196,7 @@ class Parameters:
         """Raise DeviceMovedError or ModelMismatchError for tensor number `i`, which has changed."""
         its_device, its_dtype, its_shape = self._as_wrapped[i]
         name, is_parameter = self.names[i], isinstance(self.given[i], torch.nn.Parameter)
-        is_buffer = name.startswith("buffer.") and not is_parameter  # of buffers=
+        is_buffer = name.startswith("buffer.") and not is_parameter  # from the argument buffers=
         what = f"{'tensor' if is_buffer else 'parameter'} {name!r}"
         if device != its_device:
             raise DeviceMovedError(

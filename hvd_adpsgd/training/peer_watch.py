@@ -57,7 +57,7 @@ _PERIOD_S = 1.0  # between two checks; a wait is noticed at the second or third 
 # modules in which torch waits for peers; those that save may just write
 _WAITS = re.compile(r"/torch/(autograd|distributed(?!/checkpoint)|nn/parallel)/")
 _STOPPED_S = 10.0  # least time after which a peer that stands still counts as stopped
-_LONGEST_S = 5.0  # for Horovod to end
+_LONGEST_S = 5.0  # longest wait for the end of Horovod
 _FOREVER = 2**62  # more operations than there are
 _COUNTED = -1, "torch"  # what `Collectives.steps` counts here; no optimizer has this number
 # modules above the line of the script that is in an operation; of these, modules of Horovod
@@ -93,7 +93,7 @@ class _PeerWatch:
         self._world = world
         self._board = PeerBoard(world)
         self._names = begun_inside(world).keys()  # learners make later groups at different times
-        self._all: weakref.WeakSet[SuperLearner] = weakref.WeakSet()  # of all optimizers
+        self._all: weakref.WeakSet[SuperLearner] = weakref.WeakSet()  # those of all optimizers
         self._progress_before: tuple[int, int] | None = None
         self._elsewhere_before: dict[int, str] = {}
         # by peer: its looks, own looks since the last of them

@@ -44,7 +44,7 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
             "search, which the learners would leave at different points. Use SGD, Adam or another "
             "first-order optimizer."
         )
-    # by this library, or by Horovod
+    # this library, or Horovod, has wrapped it
     if hasattr(optimizer, "_reducer") or hasattr(optimizer, "_allreduce_delay"):
         raise UnsupportedOptimizerError(
             f"this {type(optimizer).__name__} is wrapped already; pass the plain torch optimizer "

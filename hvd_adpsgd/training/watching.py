@@ -124,6 +124,6 @@ def _sample(averaging: Averaging | None, counters: Mapping[str, Any] | None) -> 
 
 def _rests(averaging: Averaging) -> bool:
     """Whether a trainer makes no step as it waits for others, asked for a pause, or dropped the optimizer."""
-    is_away = averaging.super_learner.mates.is_away  # in join(), while local peers make steps
+    is_away = averaging.super_learner.mates.is_away  # it is in join(), its local peers make steps
     asked = averaging.pauses or averaging.holds_mean or averaging.stopped
     return bool(asked or averaging.waits_for_peers or is_away)

@@ -35,7 +35,7 @@ class States:
     def update(self, world: World, now_s: float) -> None:
         """Note which super learners became suspect, answered again, left, failed or joined since then."""
         self._membership = world.membership
-        if self._joining and not world.collectives.joining:  # this one, which replaces a failed one
+        if self._joining and not world.collectives.joining:  # this super learner has joined
             self._joining = False
             self._tell("joined", world.super_rank)
         states = list(world.membership.states)

@@ -126,7 +126,7 @@ class Outlet:
                 if self._send is not None:
                     points, step = scalars(known, reports[own]), reports[own].step
                     self._context.run(self._send, points, step)
-            except (Exception, SystemExit) as error:  # on a thread of our own
+            except (Exception, SystemExit) as error:  # SystemExit: the thread is ours
                 self._send = None
                 log.warning(
                     "hvd.log_to: %s raises %s (%s). Nothing more is sent to it, training continues. If the "

@@ -72,7 +72,7 @@ def connect(
         (host, port, token), *_ = gather(None)
         connection = socket.create_connection((host, port), timeout=seconds)
         connection.sendall(token + rank.to_bytes(_RANK_NBYTES, "big"))
-        if not connection.recv(1):  # that it is accepted
+        if not connection.recv(1):  # learner 0 confirms the connection
             raise OSError(f"learner 0 of the super learner, at {host}:{port}, ended the connection")
         return {0: connection}
     with socket.create_server((address, 0), backlog=size) as server:

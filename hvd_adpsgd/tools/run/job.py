@@ -60,11 +60,11 @@ class Job:
     ):
         self._command, self._learners, self._address = command, learners, address
         self._ssh, self._secret = ssh, secrets.token_hex(32) if replaces else ""
-        self._mark = f"@{secrets.token_hex(16)} "  # of learners' reports; they do not know it
+        self._mark = f"@{secrets.token_hex(16)} "  # before learners' reports; they do not know it
         self._running: list[asyncio.Task[None]] = []
         # statuses by rank, in order; none where a replacement has joined
         self._ends: dict[int, int] = {}
-        self._attempts: Counter[int] = Counter()  # by super_rank
+        self._attempts: Counter[int] = Counter()  # starts, by super_rank
         self._status: int | None = None  # of a job that cannot start, or that a signal ends
 
     async def run(self) -> int:

@@ -16,7 +16,7 @@ _locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 def say(line: str) -> None:
     """Write a line of the launcher to stderr."""
     with contextlib.suppress(OSError):
-        print(f"hvd_adpsgd run: {line}\n", end="", file=sys.stderr, flush=True)  # one write
+        print(f"hvd_adpsgd run: {line}\n", end="", file=sys.stderr, flush=True)  # at once
 
 
 async def read_lines(file: Any) -> AsyncIterator[bytes]:
