@@ -62,7 +62,7 @@ class Averaging:
         pauses: depth of nested pauses of averaging.
         changing: with op=Adasum, parameters that hold their change, from backward() to step().
         holds_mean: depth of nested `averaged` blocks, in which the tensors hold the mean.
-        waits_for_peers: whether the trainer waits for a round, or for exchanges that max_staleness demands.
+        waits_for_peers: whether the trainer waits for a round, or for exchanges, where staleness is bounded.
         owes_nonfinite: whether this learner's part of a sharded model is not finite, so that all learners of
             its super learner raise in the next step.
     """
