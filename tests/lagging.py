@@ -100,7 +100,7 @@ class LaggingStream:
         self.items: deque[tuple[Callable[[], object] | LaggingEvent, bool]] = deque()
         scheduler.streams.append(self)
 
-    def do(self, operation: Callable[[], object]) -> None:
+    def enqueue(self, operation: Callable[[], object]) -> None:
         self.scheduler.give(self, operation, False)
 
     def record(self) -> Event:

@@ -160,12 +160,12 @@ class Learner:
     def seen(self) -> list[bytes]:
         return [flat(tensors).tobytes() for tensors in self.saw]
 
-    def do(self, operation: Callable[[], object]) -> None:
+    def enqueue(self, operation: Callable[[], object]) -> None:
         """On the trainer's stream of the first device, between what those of the others do."""
         first = self.devices[0].current()
         for device in self.devices[1:]:
             first.wait(device.current().record())
-        first.do(operation)
+        first.enqueue(operation)
         for device in self.devices[1:]:
             device.current().wait(first.record())
 
@@ -181,12 +181,12 @@ class Learner:
                 moves.add_(tensor)
             self.before[step] = [tensor.clone() for tensor in self.tensors]
 
-        self.do(optimizer)
+        self.enqueue(optimizer)
 
     def absorb(self, step: int, wants: bool = True, whole: bool = True) -> None:
         with self.place.trains():
             self.staging.absorb(step, wants, lambda *told: self.offered.append(told), whole)
-        self.do(lambda: self.saw.append([tensor.clone() for tensor in self.tensors]))
+        self.enqueue(lambda: self.saw.append([tensor.clone() for tensor in self.tensors]))
 
     def land(self) -> None:
         """Let the copy that is on its way come, and look at it: what was copied is the model of one step."""

@@ -197,7 +197,7 @@ def _run(
         result = act()
 
     for stream in streams:
-        operate = functools.partial(stream.do, operate)
+        operate = functools.partial(stream.enqueue, operate)
     try:
         with torch.no_grad(), collectives.lock.as_taken(number), on_behalf(handle.caller):
             operate()

@@ -34,7 +34,7 @@ class Event:
 class Stream:
     """Operations that a device carries out in order; the host does each before `do` returns."""
 
-    def do(self, operation: Callable[[], object]) -> None:
+    def enqueue(self, operation: Callable[[], object]) -> None:
         """Queue a torch operation on tensors of this device; the tensors must live until it is done."""
         operation()
 
@@ -129,7 +129,7 @@ class _CudaStream(Stream):
     def __init__(self, stream: Any):
         self._stream = stream
 
-    def do(self, operation: Callable[[], object]) -> None:
+    def enqueue(self, operation: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream):
             operation()
 

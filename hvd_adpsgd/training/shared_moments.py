@@ -263,7 +263,7 @@ class SharedMoments(SharedMomentum):
         """Let the device tell whether it skips this step; `found`: GradScaler's count of infinite values."""
         device = device_of(found)
         flag, current = device.flag(), device.current()
-        current.do(lambda: flag.copy_(found > 0, non_blocking=True))
+        current.enqueue(lambda: flag.copy_(found > 0, non_blocking=True))
         self._skips = current.record(), flag
 
     def _forget(self, i: int) -> None:

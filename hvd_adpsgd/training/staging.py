@@ -536,13 +536,13 @@ class _Lane:
                 strided.append((copy.view(tensor.shape), tensor))
         self._strided = strided
         if strided:
-            self._up.do(lambda: [copy.copy_(tensor) for copy, tensor in strided])
+            self._up.enqueue(lambda: [copy.copy_(tensor) for copy, tensor in strided])
             self._down.wait(self._up.record())
 
     def _write_back(self) -> None:
         strided = self._strided
         if strided:
-            self._up.do(lambda: [tensor.copy_(copy) for copy, tensor in strided])
+            self._up.enqueue(lambda: [tensor.copy_(copy) for copy, tensor in strided])
 
     def _spans_of(self, run: _Run) -> list[_Span]:
         where = run._replace(kind=0)
@@ -571,7 +571,7 @@ class _Lane:
             for first, last in stretches:
                 mirror[first:last].copy_(buffer[first:last], non_blocking=True)
 
-        self._down.do(copy)
+        self._down.enqueue(copy)
         return self._down.record()
 
     def _correct(self, run: _Run, slot: int, copied: Event | None) -> None:
@@ -583,10 +583,10 @@ class _Lane:
         buffer = self._corrections[: source.nbytes].view(source.dtype)
         targets, terms = self._views(spans), [buffer[s.wide : s.wide + s.length] for s in spans]
         replaces = run.kind == _REPLACES
-        self._up.do(lambda: buffer.copy_(source, non_blocking=True))
+        self._up.enqueue(lambda: buffer.copy_(source, non_blocking=True))
         if copied is not None:
             self._up.wait(copied)
-        self._up.do(
+        self._up.enqueue(
             lambda: _copy_each(targets, terms) if replaces else torch._foreach_add_(targets, terms)
         )
 
@@ -598,7 +598,7 @@ class _Lane:
         """
         flag, current = self.device.flag(), self.device.current()
         tensors = [self._table.tensors[i].data for i in self._tensors]
-        current.do(lambda: flag.copy_(_all_finite(tensors), non_blocking=True))
+        current.enqueue(lambda: flag.copy_(_all_finite(tensors), non_blocking=True))
         event = current.record()
         self.busy.append(event)
         return event, flag

@@ -37,10 +37,10 @@ class SlowStream:
     def __init__(self, stream: Stream, seed: int):
         self.stream, self.random = stream, random.Random(seed)
 
-    def do(self, operation: Callable[[], object]) -> None:
+    def enqueue(self, operation: Callable[[], object]) -> None:
         if self.random.random() < 0.2:
-            self.stream.do(lambda: torch.cuda._sleep(self.random.randrange(MS)))
-        self.stream.do(operation)
+            self.stream.enqueue(lambda: torch.cuda._sleep(self.random.randrange(MS)))
+        self.stream.enqueue(operation)
 
     def record(self):
         return self.stream.record()

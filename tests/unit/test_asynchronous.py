@@ -25,11 +25,11 @@ class PerThread(Device):
     def current(self) -> Any:
         mine = threading.current_thread().name
 
-        def do(operation: Callable[[], object]) -> None:
+        def enqueue(operation: Callable[[], object]) -> None:
             self.log.append((mine, threading.current_thread().name))
             operation()
 
-        return SimpleNamespace(do=do)
+        return SimpleNamespace(enqueue=enqueue)
 
 
 @pytest.fixture

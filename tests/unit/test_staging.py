@@ -331,7 +331,7 @@ def test_a_device_that_fails_is_an_error_of_the_next_step():
 
     learner.place.scheduler.eager = 0.0
     learner.update(np.zeros(COUNT), 0)
-    learner.do(fail)
+    learner.enqueue(fail)
     learner.staging.absorb(0, True)
     learner.landing.run()
     with pytest.raises(RuntimeError, match="illegal memory access"):
