@@ -39,6 +39,16 @@ class Rank:
         return self.size
 
 
+class Mates(Rank):
+    """What the memory of a super learner asks of its learners' communicator, as this one alone sees it."""
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
 def at_once(*acts: Callable[[], Any]) -> list[Any]:
     """What these return, called at the same time; the first exception is raised."""
     with ThreadPoolExecutor(max(1, len(acts))) as threads:

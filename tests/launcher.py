@@ -351,3 +351,11 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60) -> An
             return value
         time.sleep(0.01)
     return pytest.fail(f"not in {seconds} s: {what}")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that only its parent has still to ask for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -50,19 +50,3 @@ class Shown:
         parts = [np.zeros(c.count, wide(self.dtype)) for c in self.memory.layout.parts[0].chunks]
         assert all(engine_calls.share(self.store, i, raw(part)) for i, part in enumerate(parts))
         return np.concatenate(parts).astype(np.float64)
-
-
-class TwoLearners:
-    """What a shared asks of a communicator, as the leader of two sees it."""
-
-    def Get_size(self):
-        return 2
-
-    def Get_rank(self):
-        return 0
-
-    def bcast(self, value, root=0):
-        return value
-
-    def allgather(self, value):
-        return [value, value]

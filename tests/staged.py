@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from hvd_adpsgd_lab.simulation import engine_calls
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.turns import Moves
-from hvd_adpsgd.training.devices import Device
 from hvd_adpsgd.training.staging import Staging
-from tests.gathers import Gathers, together
+from tests.gathers import Gathers, Mates, together
 from tests.lagging import Lagging, Scheduler
 
 SHAPES = [(7, 5), (), (0, 3), (40,), (6, 4), (3,)]
@@ -28,17 +26,12 @@ CHUNK_NBYTES = 64
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 
 
-class Member:
-    """What the learners of a super learner ask when they make their memory; they are threads."""
+class Member(Mates):
+    """... where the learners are threads."""
 
     def __init__(self, gathers: Gathers, rank: int, size: int):
-        self.rank, self.size, self.allgather = rank, size, gathers.of(rank)
-
-    def Get_size(self) -> int:
-        return self.size
-
-    def Get_rank(self) -> int:
-        return self.rank
+        super().__init__(rank, size)
+        self.allgather = gathers.of(rank)  # type: ignore[method-assign]
 
     def bcast(self, value: object, root: int = 0) -> object:
         return self.allgather(value)[0]
@@ -63,24 +56,6 @@ class Deferred(Future):
         return super().result(timeout)
 
 
-class Place(Protocol):
-    """Where the tensors of one learner are."""
-
-    devices: list[Device]
-
-    def put(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """The tensor on one of the devices, soon."""
-
-    def poke(self) -> None:
-        """Let something happen there."""
-
-    def finish(self) -> None:
-        """Let all happen that they were given."""
-
-    def trains(self) -> AbstractContextManager[object]:
-        """Inside, torch's own stream is the learner's on its first device, as in a script."""
-
-
 class OnLagging:
     """Devices that lag behind the host, by a seed.
 
@@ -96,16 +71,20 @@ class OnLagging:
         self.devices = [Lagging(self.scheduler, trainer_lags) for _ in range(devices)]
 
     def put(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """The tensor on one of the devices, soon."""
         return tensor
 
     def poke(self) -> None:
+        """Let something happen there."""
         self.scheduler.do_any()
 
     def finish(self) -> None:
+        """Let all happen that they were given."""
         while self.scheduler.do_any():
             pass
 
     def trains(self) -> AbstractContextManager[object]:
+        """Inside, torch's own stream is the learner's on its first device, as in a script."""
         return nullcontext()
 
 
@@ -118,7 +97,7 @@ class Learner:
         strided: one tensor is.
     """
 
-    def __init__(self, values, dtype, member: Member, place: Place, strided=True):
+    def __init__(self, values, dtype, member: Member, place: OnLagging, strided=True):
         self.place, self.devices = place, place.devices
         self.dtype = dtype
         self.tensors = self.on_devices(tensors_of(values, dtype, strided))

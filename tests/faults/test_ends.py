@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import environment, needs_horovod_inside, run_learners, wait_for
+from tests.launcher import environment, is_running, needs_horovod_inside, run_learners, wait_for
 
 pytestmark = pytest.mark.mpi
 
@@ -53,13 +53,6 @@ SCRIPT = """
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("how", ["uneven", "no_shutdown"])
 def test_every_run_ends(how: str) -> None:
     """Soon after the last learner is done, and no process is left."""
@@ -73,7 +66,9 @@ def test_every_run_ends(how: str) -> None:
     assert ended - max(done) < ENDS_S, result.report()
     if how == "uneven":
         assert [facts["steps"] for facts in said] == [300, 10, 300]
-    wait_for(lambda: not any(alive(facts["pid"]) for facts in said), "all processes ended", GONE_S)
+    wait_for(
+        lambda: not any(is_running(facts["pid"]) for facts in said), "all processes ended", GONE_S
+    )
 
 
 def test_interrupted_run_ends(tmp_path: Path) -> None:
@@ -93,7 +88,7 @@ def test_interrupted_run_ends(tmp_path: Path) -> None:
         result = run.result()
     assert time.monotonic() - interrupted < ENDS_S, result.report()
     assert result.returncode != 0, result.report()
-    wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", GONE_S)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), "all processes ended", GONE_S)
 
 
 FREES = r"""
@@ -162,7 +157,9 @@ def test_a_signal_to_horovodrun_ends_the_job(tmp_path: Path) -> None:
             pids = [int(file.name) for file in tmp_path.iterdir()]
             job.terminate()
             assert job.wait(GONE_S) != 0
-            wait_for(lambda: not any(alive(pid) for pid in pids), "all processes ended", GONE_S)
+            wait_for(
+                lambda: not any(is_running(pid) for pid in pids), "all processes ended", GONE_S
+            )
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)

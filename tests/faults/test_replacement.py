@@ -115,13 +115,6 @@ def test_newcomer_that_dies_as_soon_as_it_has_joined_keeps_nobody_waiting(tmp_pa
 
 
 @pytest.mark.extended
-def test_super_learner_of_two(tmp_path):
-    """Learner 1 dies, learner 0 leaves because of it; both are replaced, rank 0 among them."""
-    result = train(tmp_path, 4, "1", "--after", 10, of=2).checked()
-    require_replaced(result, 4, 2, joined=1, new={0, 1})
-
-
-@pytest.mark.extended
 def test_the_timeline_has_both_learners(tmp_path):
     """The file of the failed learner stays, and the new one's records come after its failure."""
     traces = tmp_path / "traces"
@@ -140,22 +133,6 @@ def test_the_timeline_has_both_learners(tmp_path):
         for rank in (0, 1)
     }
     assert min(began[0]) < min(began[1]) < max(began[0]), "on one clock"
-
-
-@pytest.mark.extended
-def test_twice_in_a_row(tmp_path):
-    """The second one lost is the joining learner, after which mpirun's own status is that of its end."""
-    result = train(tmp_path, 3, "0,0", "--after", 10)
-    require_replaced(result, 3, 1, joined=2, new={0})
-
-
-@pytest.mark.extended
-def test_replaced_where_all_average(tmp_path):
-    """The communicator of means, renewed at the loss, is freed by its living handle in the end."""
-    args = ("--after", 10, "--averaging", "gossip_pga:period=2")
-    result = train(tmp_path, 3, "2", *args).checked()
-    require_replaced(result, 3, 1, joined=1, new={2})
-    assert "Process received signal" not in result.stderr, result.report()
 
 
 @pytest.mark.extended

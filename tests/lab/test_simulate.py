@@ -82,13 +82,6 @@ def test_a_timeline_has_steps_and_exchanges(tmp_path: Path) -> None:
     assert merges and all(e["dur"] >= 0 and e["args"]["bytes"] > 0 for e in merges)
 
 
-def test_an_unreadable_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="not a scenario"):
-        Scenario.from_json('{"seed": 3}')
-    assert simulate.main(["--scenario", "x"]) == 2
-    assert "Pass what `simulate` has printed" in capsys.readouterr().err
-
-
 EIGHT = Scenario.random(8)
 BAD = {
     "strategy": ["zzz", 3],

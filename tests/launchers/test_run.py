@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvd_adpsgd.launch.processes import ATTEMPTS, GIVEN, PIPE, REPLACES_FAILED
-from tests.launcher import LONGEST_S, environment, wait_for
+from tests.launcher import LONGEST_S, environment, is_running, wait_for
 
 SINGLE = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "1"}
 PAIRS = {"HVD_ADPSGD_SUPER_LEARNER_SIZE": "2", "HVD_ADPSGD_INNER": "torch"}
@@ -398,15 +398,6 @@ def require_gone(run: Started) -> None:
     pids = [pid for _, *pids in pids_of(run) for pid in pids]
     assert len(pids) % 3 == 0 and pids
     wait_for(lambda: not any(map(is_running, pids)), f"{pids} have ended", LONGEST_S)
-
-
-def is_running(pid: int) -> bool:
-    """Not so: ended, or waited for by nobody."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def test_variables_of_this_host_do_not_go_to_others(tmp_path: Path) -> None:

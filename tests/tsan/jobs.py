@@ -24,7 +24,7 @@ from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.formats import CHOSEN
 from hvd_adpsgd.strategies import parse
 from hvd_adpsgd.strategies.plan import AFTER, Rounds
-from tests.gathers import Gathers, Rank, at_once
+from tests.gathers import Gathers, Mates, Rank, at_once
 
 STEPS = 150
 LONGEST_S = 120.0
@@ -32,16 +32,6 @@ CHUNK_KIB = 64
 SIZES = (1, 70_000, 257)  # elements of the tensors, float64: nine chunks and two small ones
 ADDED = 9000  # ... of a parameter group that is added
 SLOTS = 3  # of corrections, of a super learner of several learners
-
-
-class Node(Rank):
-    """What the memory of a super learner asks of the communicator of its learners, all in this process."""
-
-    def bcast(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 class SuperLearner:
@@ -176,7 +166,7 @@ class Job:
         self.members = []
         for i in range(n):
             engine = Engine(
-                inner=Node(0, 2 if follows and i == 0 else 1),
+                inner=Mates(0, 2 if follows and i == 0 else 1),
                 outer=Rank(i, n),
                 plan=parse(strategy).plan(i, n),
                 config=config,

@@ -17,7 +17,7 @@ from hvd_adpsgd.tools.doctor import findings as f
 from hvd_adpsgd.tools.doctor import hosts, launch, probes
 from hvd_adpsgd.tools.doctor.findings import FAIL, OK, WARN, Finding, Survival, Visit
 from hvd_adpsgd.tools.doctor.probes import Answer
-from tests.launcher import wait_for
+from tests.launcher import is_running, wait_for
 
 MIB, GIB = 2**20, 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,14 +297,7 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path):
     answer = probes.bounded(["sh", "-c", "sleep 600 & echo $!; wait"], 1)
     assert time.monotonic() - began < 60
     assert (answer.status, answer.error) == (None, "not done after 1 s")
-    wait_for(lambda: not running(int(answer.out)), "the end of the child")
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_for(lambda: not is_running(int(answer.out)), "the end of the child")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 
 from hvd_adpsgd.engine import shared_memory
 from hvd_adpsgd.errors import PeerFailedError, TransportError
+from tests.gathers import Mates
 from tests.holdings import holdings
-from tests.shown import TwoLearners
 
 
 def test_a_model_with_nothing_to_average_has_a_mailbox_too():
-    empty = shared_memory.SharedSlots(0, 0, TwoLearners())
+    empty = shared_memory.SharedSlots(0, 0, Mates(0, 2))
     assert [slot.size for slot in empty.slots] == [0, 0, 0]
     assert [flags.size for flags in empty.flags] == [0, 0, 0]
 
@@ -23,10 +23,10 @@ def test_memory_of_which_a_learner_is_lost_leaves_nothing(step, monkeypatch):
     def lost(*args, **options):
         raise PeerFailedError("a learner has ended")
 
-    monkeypatch.setattr(TwoLearners, step, lost)
+    monkeypatch.setattr(Mates, step, lost)
     before = holdings()
     with pytest.raises(PeerFailedError):
-        shared_memory.SharedSlots(5000, 3, TwoLearners())
+        shared_memory.SharedSlots(5000, 3, Mates(0, 2))
     assert not holdings() - before
 
 

@@ -16,8 +16,8 @@ from hvd_adpsgd.engine.shard_memory import ShardMemory
 from hvd_adpsgd.engine.shared_memory import SharedSlots
 from tests import kernels
 from tests.elements import DTYPES, PAIRS, decode, draw, encode, raw, wide
-from tests.gathers import Gathers, together
-from tests.shown import CHUNK_NBYTES, Shown, TwoLearners
+from tests.gathers import Gathers, Mates, together
+from tests.shown import CHUNK_NBYTES, Shown
 
 OUTBOX = OutboxShape(2 * 65536, 65536)
 
@@ -111,7 +111,7 @@ def test_a_pair_comes_to_its_mean_whatever_is_pending(dtype, seed):
     rng = np.random.default_rng(seed)
     learners = [
         Shown(rng.integers(-64, 64, 3000) / 8, dtype),
-        Shown(rng.integers(-64, 64, 3000) / 8, dtype, TwoLearners()),
+        Shown(rng.integers(-64, 64, 3000) / 8, dtype, Mates(0, 2)),
         Shown(rng.integers(-64, 64, 3000) / 8, dtype),
     ]
     total = sum(x.state() for x in learners)
@@ -248,7 +248,7 @@ def test_of_a_peer_only_the_doorbell_can_be_written():
 
 
 def test_leaders_on_a_host_map_each_others_models():
-    a, b = Shown(np.zeros(5000)), Shown(np.ones(5000), inner=TwoLearners())
+    a, b = Shown(np.zeros(5000)), Shown(np.ones(5000), inner=Mates(0, 2))
     handles = [each.memory.shown.file.handle for each in (a, b)]
     near = meet(a.memory, b.memory, None)
     assert [bool(at) for at in near[0].models] == [False, True, False]
@@ -291,7 +291,7 @@ def test_only_what_was_there_at_first_is_shown():
     assert shared.front.size == -(-(area + 4 * 5000) // 4096) * 4096
 
 
-@pytest.mark.parametrize("inner", [None, TwoLearners()])
+@pytest.mark.parametrize("inner", [None, Mates(0, 2)])
 def test_without_room_a_model_is_not_shown(inner, monkeypatch):
     monkeypatch.setattr(shared_memory, "_has_room", lambda nbytes: False)
     memory = ShardMemory(CHUNK_NBYTES, inner, True, True)
@@ -301,7 +301,7 @@ def test_without_room_a_model_is_not_shown(inner, monkeypatch):
     memory.absorb(np.array([model.ctypes.data], np.uintp), 0)
 
 
-@pytest.mark.parametrize("inner", [None, TwoLearners()])
+@pytest.mark.parametrize("inner", [None, Mates(0, 2)])
 def test_the_front_lies_apart_from_slots_and_flags(inner):
     box = SharedSlots(5000, 3, inner, 6000)
     parts = [box.front, *box.slots, *box.flags]

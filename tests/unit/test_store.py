@@ -20,7 +20,7 @@ from hvd_adpsgd.engine.shared_memory import SharedSlots, private_memory
 from hvd_adpsgd.engine.store import Store
 from hvd_adpsgd.engine.turns import LONGEST, LOOKS, Moves, steps_between_copies
 from tests.elements import DTYPES, decode, encode, wide
-from tests.shown import TwoLearners
+from tests.gathers import Mates
 
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5}
 
@@ -48,7 +48,7 @@ class Learner:
         part = layout.extend([TensorSpec("model", values.shape, dtype)])
         self.spans, self.chunks = layout.spans, part.chunks
         places = list(accumulate((c.slot_nbytes for c in part.chunks), initial=0))
-        inner = TwoLearners() if node or leader else None
+        inner = Mates(0, 2) if node or leader else None
         self.shared = leader.shared if leader else SharedSlots(places[-1], len(self.chunks), inner)
         self.mirror = None if leader else private_memory(part.nbytes)
         self.store = Store(len(self.shared.slots))
@@ -148,7 +148,7 @@ def test_a_published_slot_tells_how_many_exchanges_it_holds():
 
 def test_mates_learn_of_a_publication_alike():
     """The number of super learners that train, and the exchanges of the slot: as of the publication."""
-    leader, mate = (ShardMemory(64, TwoLearners(), leads) for leads in (True, False))
+    leader, mate = (ShardMemory(64, Mates(0, 2), leads) for leads in (True, False))
     for memory in (leader, mate):
         memory.extend([TensorSpec("model", (20,), "float64")])
     mate._notes = leader._notes  # in shared memory

@@ -15,12 +15,13 @@ from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.neighbours import Neighbours
 from hvd_adpsgd.engine.peers import PeerState
-from hvd_adpsgd.engine.shard_memory import ShardMemory
+from hvd_adpsgd.engine.shard_memory import ModelMemory
 from hvd_adpsgd.errors import PeerFailedError
 from hvd_adpsgd.strategies import Plan, parse
 from hvd_adpsgd.training.engines import Engines
 from tests.gathers import Gathers, Rank, at_once
 from tests.holdings import holdings
+from tests.launcher import wait_for
 
 LONGEST_S = 60.0
 ELEMENTS = 200_000  # float64: seven chunks
@@ -70,13 +71,6 @@ def started() -> Iterator[Callable[..., list[SuperLearner]]]:
     at_once(*(m.engine.stop for m in made))
     for member in made:
         member.engine.release()
-
-
-def until(fact: Callable[[], Any]) -> None:
-    ends = time.monotonic() + LONGEST_S
-    while not fact():
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(1e-3)
 
 
 def exchange(a: SuperLearner, b: SuperLearner) -> None:
@@ -187,7 +181,7 @@ def test_who_has_lost_a_mate_has_failed(
         teardown=mock.Mock(fails=False),
     )
     engines.end()
-    until(lambda: states(a)[1] != PeerState.ALIVE)
+    wait_for(lambda: states(a)[1] != PeerState.ALIVE, "the end of b")
     assert states(a)[1] is state
 
 
@@ -208,7 +202,7 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
     """Each learner loses a peer in another gather; an engine for a job with a joining one uses old memory."""
     n = 2
 
-    def attempt(rank: int, gathers: Gathers, barred: int, memory: ShardMemory | None) -> None:
+    def attempt(rank: int, gathers: Gathers, barred: int, memory: ModelMemory | None) -> None:
         calls = itertools.count()
 
         def gather(value: Any) -> list[Any]:
@@ -225,9 +219,9 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
         gathers = Gathers(n)
         at_once(*(lambda i=i: attempt(i, gathers, barred, memories[i]) for i in range(n)))
 
-    memories: list[ShardMemory | None] = [None] * n
+    memories: list[ModelMemory | None] = [None] * n
     if shared:
-        memories = [ShardMemory(65536, None, True, True) for _ in range(n)]
+        memories = [ModelMemory(65536, None, True, True) for _ in range(n)]
         for memory in memories:
             assert memory is not None
             memory.extend([TensorSpec("model", (ELEMENTS,), "float64")])
@@ -237,4 +231,4 @@ def test_a_start_that_fails_leaves_nothing(failing: int, shared: bool) -> None:
         attempts(failing)
     assert not holdings() - before
     for memory in filter(None, memories):
-        memory.hide()
+        memory.own.hide()

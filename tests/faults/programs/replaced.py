@@ -44,7 +44,6 @@ def main() -> None:
     parser.add_argument("--fail-times", type=int, default=1, help="how many joining learners are")
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--reconnect-s", type=float, default=reconnect.RECONNECT_S)
-    parser.add_argument("--averaging", default="random_pairs")
     parser.add_argument("--seconds", type=float, default=170.0, help="then all give up")
     parser.add_argument("--alone", type=int, default=0, help="end after so many epochs without it")
     args = parser.parse_args()
@@ -91,7 +90,7 @@ class Run:
             self.model.weight.fill_(hvd.super_rank() + 1.0)
         plain = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
         self.optimizer = hvd.DistributedOptimizer(
-            plain, named_parameters=self.model.named_parameters(), averaging=args.averaging
+            plain, named_parameters=self.model.named_parameters()
         )
         self.facts = {"rank": hvd.rank(), "size": hvd.size(), "new": NEW, "super": hvd.super_rank()}
         self.facts["host"] = socket.gethostname()
