@@ -232,7 +232,7 @@ class Connections:
             try:
                 asyncio.run(serving)
             except Exception as error:
-                serving.close()  # not begun, if no loop could be made
+                serving.close()  # it never ran if there is no event loop
                 if not self._ready.is_set():
                     self._broken = error
                     self._ready.set()

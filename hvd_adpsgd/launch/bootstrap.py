@@ -430,7 +430,7 @@ def shut_down() -> None:
         world.teardown.free_all(comms, seconds)
         shutdown.set_running(False)
     elif finished:
-        shutdown.leave_behind(world.collectives.messages, world.teardown.fails)
+        shutdown.leave_operations(world.collectives.messages, world.teardown.fails)
     preemption.unwatch()
     if failures:
         raise failures[0]

@@ -314,7 +314,7 @@ def _meet(barrier: ShutdownBarrier, fails: bool, ends: float) -> dict[int, bool]
     return None if told is None else dict(zip(barrier.ranks, told, strict=True))
 
 
-def leave_behind(messages: Messages, fails: bool = False) -> None:
+def leave_operations(messages: Messages, fails: bool = False) -> None:
     """Notify all other learners that this learner takes part in no more operations over all learners.
 
     Args:

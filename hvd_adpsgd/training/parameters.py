@@ -144,7 +144,7 @@ class Parameters:
         """Return the address of each tensor's memory, or of its contiguous copy, which this call fills."""
         reached = self.tensors
         if not all(map(torch.Tensor.is_contiguous, self.tensors)):
-            reached = [self._reached(i, tensor) for i, tensor in enumerate(self.tensors)]
+            reached = [self._contiguous(i, tensor) for i, tensor in enumerate(self.tensors)]
         elif self._copies:
             self._copies.clear()
         # map runs in C: there may be thousands of tensors
@@ -162,7 +162,7 @@ class Parameters:
         pairs = zip(self.names, self.tensors, strict=True)
         return [name for name, tensor in pairs if not torch.isfinite(tensor).all()]
 
-    def _reached(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _contiguous(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor if it is contiguous, else a contiguous copy with its values."""
         if tensor.is_contiguous():
             self._copies.pop(i, None)

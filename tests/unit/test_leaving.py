@@ -211,7 +211,7 @@ def test_a_learner_that_its_peers_count_as_failed_does_not_say_that_it_leaves(
         network.arrives(1, AGREEMENT, commit_without_the_first())
         messages.poll()
     assert messages.agreement.excluded is is_excluded
-    shutdown.leave_behind(messages)
+    shutdown.leave_operations(messages)
     for act in shutdown.exit_state.at_end:
         act()
     says = [place for place, channel, _ in network.sent if channel == LEAVES]
@@ -224,7 +224,7 @@ def test_a_learner_that_leaves_tells_whether_it_fails(
 ) -> None:
     monkeypatch.setattr(shutdown.exit_state, "at_end", [])
     network = SilentNetwork()
-    shutdown.leave_behind(Messages(network), fails)
+    shutdown.leave_operations(Messages(network), fails)
     for act in shutdown.exit_state.at_end:
         act()
     told = [

@@ -25,7 +25,7 @@ class Pending(Future[Any]):
         self.set_running_or_notify_cancel()  # it cannot be cancelled: the other learners wait for it
         self.request, self.tensors, self.single = request, tensors, single
         self.submitted = [torch.cuda.current_stream(d).record_event() for d in self._devices()]
-        self.own: list[Any] = []  # `own` of all learners' announcements, once the operation has run
+        self.own: list[Any] = []  # `own` of each learner's announcement, once it has run
 
     def _devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self.tensors if tensor.is_cuda}

@@ -244,15 +244,15 @@ def broadcast_all(
 
     def operation(attempt: Attempt) -> None:
         root = _root_in(world, call)
-        _pass_on(attempt, root, [(name, its) for name, its in named if not is_sharded(its)])
+        _bcast(attempt, root, [(name, its) for name, its in named if not is_sharded(its)])
         parts = [(name, local(tensor)) for name, tensor in named if is_sharded(tensor)]
         if parts and not world.collectives.joining:
-            _pass_on(*_with_giver(world, attempt, root), parts)
+            _bcast(*_with_giver(world, attempt, root), parts)
 
     run_call(world, call, operation)
 
 
-def _pass_on(attempt: Attempt, root: int, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
+def _bcast(attempt: Attempt, root: int, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
     for name, tensor in named:
         staged = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
         attempt.broadcast(lent(bytes_of(staged)), root)
