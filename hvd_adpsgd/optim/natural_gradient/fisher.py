@@ -25,8 +25,6 @@ FIRST_UPDATES = 10  # number of first minibatches that each update the Fisher es
 FIRST_PASSES = 3  # number of updates with the first minibatch, which start the Fisher estimate
 CONDITION = 1e6  # condition number of C above which R's rows are made orthonormal again
 STRAIGHT = 1e-9  # largest difference of R R^T from I that is not corrected
-# least ratio of the smallest to the largest diagonal entry at which Cholesky's factor is used
-STEEP = 1e-3
 
 
 @dataclass
@@ -87,8 +85,8 @@ class OnlineFisher:
     over the minibatch. Here both are relative to the mean square of a coordinate, because
     derivatives of a mean are smaller by n: the estimate adapts to any scale of the rows. A minibatch
     of zeros, or with an Inf or a NaN, leaves the estimate unchanged. The rows of R are made orthonormal
-    again at errors of 1e-9, not 1e-3, since they are float64; where Cholesky's factor is too inaccurate,
-    by QR, whose result differs in signs only.
+    again at errors of 1e-9, not 1e-3, since they are float64; by QR, not by Cholesky's factor, from which
+    the result differs in signs only.
 
     Args:
         dim: number of coordinates of a row, D >= 1; with D = 1 rows are not changed.
@@ -346,17 +344,11 @@ def _column(factors: Tensor, like: Tensor) -> Tensor:
 def _straightened(rows: Tensor) -> Tensor:
     """Return the rows made orthonormal, in order, so that the first rows change least.
 
-    Rows R are returned unchanged if R R^T differs from I by no more than STRAIGHT. Uses Cholesky's factor of
-    R R^T, or QR where that factor would lose too many digits.
+    Rows R are returned unchanged if R R^T differs from I by no more than STRAIGHT.
     """
-    products = rows @ rows.T
-    error = products - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+    error = rows @ rows.T - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
     if float(error.abs().max()) <= STRAIGHT:
         return rows
-    lower, failed = torch.linalg.cholesky_ex(products)
-    diagonal = lower.diagonal()
-    if int(failed) == 0 and float(diagonal.min()) > STEEP * float(diagonal.max()):
-        return torch.linalg.solve_triangular(lower, rows, upper=False)
     q, _ = torch.linalg.qr(rows.T)
     return q.T.contiguous()
 
