@@ -8,7 +8,6 @@ from typing import NamedTuple
 from hvd_adpsgd.config import Config
 from hvd_adpsgd.engine.engine import Engine
 from hvd_adpsgd.engine.turns import LONGEST
-from hvd_adpsgd.formats import Format
 from hvd_adpsgd.strategies.share_control import ShareControl, Spent
 from hvd_adpsgd.training.timeline import Counters
 
@@ -66,12 +65,15 @@ class AutoShare:
         config: the options.
         learners: learners on this host.
         cpu_s: returns the CPU seconds of this process.
+
+    Attributes:
+        control: has the share of the next exchanges, and their format between hosts.
     """
 
     def __init__(
         self, config: Config, learners: int, cpu_s: Callable[[], float] = time.process_time
     ):
-        self._control = ShareControl(
+        self.control = ShareControl(
             config.max_overhead, config.exchanges_per_step, chooses_bits=config.chooses_bits
         )
         self._cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / learners)
@@ -81,34 +83,15 @@ class AutoShare:
         self._cost_s = 0.0
         self._seconds, self._usual_s = 0.0, 0.0  # of all steps; moving average of a step
 
-    @property
-    def share(self) -> float:
-        """The share of the next exchanges."""
-        return self._control.share
-
-    @property
-    def wire_format(self) -> Format:
-        """Their format between hosts."""
-        return self._control.wire_format
-
-    @property
-    def overhead(self) -> float:
-        """What exchanges have cost lately, as a part of the time of steps; NaN before it was measured."""
-        return self._control.overhead
-
-    @property
-    def decisions(self) -> int:
-        return self._control.decisions
-
     def after_step(self, engine: Engine, counters: Counters) -> None:
         """Look at the counters, if it is time to, and let the next exchanges move another share."""
         if engine is not self._engine:  # the first one, or that of an admission
             self._engine, self._used = engine, None
-            self._control.element_nbytes = engine.memory.own.layout.element_nbytes
-            engine.move_share(self.share, self.wire_format)
+            self.control.element_nbytes = engine.memory.own.layout.element_nbytes
+            engine.move_share(self.control.share, self.control.wire_format)
         if self._was_long(counters.seconds):
             self._used = None
-            self._control.restart()
+            self.control.restart()
         if counters.steps % _STEPS == 0 and (found := engine.counters()) is not None:
             self._look(engine, counters, found)
 
@@ -154,5 +137,5 @@ class AutoShare:
             found["bytes_shared"]
             / max(1, sum(part.nbytes for part in engine.memory.own.layout.parts)),
         )
-        self._control.decide(totals)
-        engine.move_share(self.share, self.wire_format)
+        self.control.decide(totals)
+        engine.move_share(self.control.share, self.control.wire_format)

@@ -55,7 +55,9 @@ def metrics_of(averaging: Averaging) -> dict[str, Any]:
         **averaging.engine.metrics(),
         "exchange_share": share_of(averaging),
         "exchange_bits": bits_of(averaging),
-        "exchange_overhead": math.nan if averaging.share is None else averaging.share.overhead,
+        "exchange_overhead": math.nan
+        if averaging.share is None
+        else averaging.share.control.overhead,
     }
 
 
@@ -63,7 +65,11 @@ def share_of(averaging: Averaging) -> float:
     """Return the share of the model that the next exchanges move; NaN on learners without an engine."""
     if averaging.engine.loop is None:
         return math.nan
-    return averaging.spec.config.first_share if averaging.share is None else averaging.share.share
+    return (
+        averaging.spec.config.first_share
+        if averaging.share is None
+        else averaging.share.control.share
+    )
 
 
 def bits_of(averaging: Averaging) -> int:
@@ -71,7 +77,7 @@ def bits_of(averaging: Averaging) -> int:
     if averaging.engine.loop is None:
         return 0
     if averaging.share is not None and averaging.spec.config.chooses_bits:
-        return averaging.share.wire_format.bits
+        return averaging.share.control.wire_format.bits
     return first_format(averaging.spec.config.wire_dtype).bits
 
 

@@ -330,7 +330,7 @@ def test_the_leader_tells_its_engine() -> None:
     auto = AutoShare(Config(exchange_share="auto", wire_dtype="auto"), 1, lambda: 0.0)
     trained(auto, engine, counters, tick, 100)
     assert BY_NAME["int8"] in engine.formats  # on trial: here the link stays as full
-    assert engine.formats[-1] == auto.wire_format == OWN
+    assert engine.formats[-1] == auto.control.wire_format == OWN
 
 
 def test_an_overhead_takes_no_bits() -> None:
@@ -389,11 +389,11 @@ def trained(
     for _ in range(steps):
         tick(step_s)
         counters.add("collect", 0.004)
-        engine.found["chunks"] += 64 * auto.share
+        engine.found["chunks"] += 64 * auto.control.share
         engine.found["exchanges_active"] += 1
         engine.found["busy_s"] += 1e-3
         engine.found["link_s"] += 1e-3
-        engine.cpu_s += 0.02 * auto.share
+        engine.cpu_s += 0.02 * auto.control.share
         counters.end_step()
         auto.after_step(cast(Engine, engine), counters)
 
@@ -407,20 +407,20 @@ def test_a_leader_chooses_and_an_evaluation_does_not_count() -> None:
     counters, engine = Counters(lambda: clock[0]), FakeEngine()
     # training keeps all cores busy
     auto = AutoShare(Config(exchange_share="auto"), 1, lambda: 1000 * clock[0])
-    assert (auto.wire_format, Config(exchange_share="auto").chooses_bits) == (OWN, False)
+    assert (auto.control.wire_format, Config(exchange_share="auto").chooses_bits) == (OWN, False)
     trained(auto, engine, counters, tick, 400)
-    assert engine.shares[0] == FIRST_SHARE and engine.shares[-1] == auto.share
-    before, made = auto.share, auto.decisions
-    assert made > 30 and 0 < auto.overhead < 0.06 and before < 1
+    assert engine.shares[0] == FIRST_SHARE and engine.shares[-1] == auto.control.share
+    before, made = auto.control.share, auto.control.decisions
+    assert made > 30 and 0 < auto.control.overhead < 0.06 and before < 1
     for _ in range(10):
         tick(60.0)  # an evaluation
         engine.cpu_s += 0.5  # the engine looks for messages meanwhile
         trained(auto, engine, counters, tick, 40)
-    assert auto.decisions > made + 20
-    assert before / 1.3 < auto.share < 1.3 * before
-    made = auto.decisions
+    assert auto.control.decisions > made + 20
+    assert before / 1.3 < auto.control.share < 1.3 * before
+    made = auto.control.decisions
     trained(auto, engine, counters, tick, 200, step_s=2.0)  # from now on steps are 20 times as long
-    assert auto.decisions > made + 15 and auto.share > before
+    assert auto.control.decisions > made + 15 and auto.control.share > before
     other = FakeEngine()  # a super learner has joined
     trained(auto, other, counters, tick, 1)
-    assert other.shares == [auto.share]
+    assert other.shares == [auto.control.share]
