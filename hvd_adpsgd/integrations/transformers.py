@@ -18,7 +18,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import AcceleratorState
 from accelerate.utils import find_batch_size, recursively_apply
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import DefaultFlowCallback, Trainer, TrainingArguments
+from transformers import DefaultFlowCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
 import hvd_adpsgd.torch as hvd
@@ -275,3 +275,6 @@ class AdpsgdTrainer(Trainer):
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
         super().log(logs, start_time)
+        for bar in self.callback_handler.callbacks if "train_loss" in logs else ():
+            if isinstance(bar, ProgressCallback):
+                bar.on_step_end(self.args, self.state, self.control)  # shows the job's last step

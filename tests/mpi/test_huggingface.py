@@ -222,6 +222,7 @@ def test_evaluations_and_checkpoints_by_steps_of_the_job_and_a_resume_in_mid_epo
                 facts
             )
             assert facts["counted"] == evaluated[-1]
+        assert learners[0]["shown"] == [evaluated[-1]]  # in its bar
 
 
 @pytest.mark.extended

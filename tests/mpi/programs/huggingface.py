@@ -24,6 +24,7 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     set_seed,
@@ -387,9 +388,10 @@ def pause():
 def slow(resume=None, each=40, **more):
     """Three epochs; the rate goes down to 0."""
     rows = [{**row, "number": i} for i, row in enumerate(made(100) * each)]
+    more = {"num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch", **more}
     args = arguments(
         output_dir="slow", learning_rate=1e-3, per_device_train_batch_size=5, logging_steps=10,
-        **{"num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch", **more},
+        disable_tqdm=False, **more,
     )  # fmt: skip
     collator = Collator()
     trainer = Slow(
@@ -403,6 +405,7 @@ def slow(resume=None, each=40, **more):
         logged=[e["step"] for e in trainer.state.log_history if "loss" in e], loss=output.training_loss,
         evaluated=[e["step"] for e in trainer.state.log_history if "eval_loss" in e],
         saved=sorted(path.name for path in Path("slow").glob("checkpoint-*")),
+        shown=[c.current_step for c in trainer.callback_handler.callbacks if type(c) is ProgressCallback],
     )  # fmt: skip
 
 
