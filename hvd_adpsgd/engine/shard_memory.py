@@ -332,7 +332,7 @@ class ShardMemory:
         assert not self.readable
         return Place(self.published, self._calls, self._publications, self._passes)
 
-    def go_to(self, places: Sequence[Place]) -> None:
+    def adopt_counts(self, places: Sequence[Place]) -> None:
         """Take over the leader's counts of publish() calls, on a learner that made none while in join().
 
         Args:

@@ -108,7 +108,7 @@ class JoiningLearner:
         if isinstance(told, Exception):
             raise told
         if told is None:
-            self._is_over()
+            self._exit_without_job()
         assert isinstance(told, JoinOffer)
         return told
 
@@ -135,7 +135,7 @@ class JoiningLearner:
                 self.conversation.close()
                 lost = error
 
-    def _is_over(self) -> None:
+    def _exit_without_job(self) -> None:
         log.warning("the job ended before this super learner joined.")
         raise SystemExit(0)
 
@@ -179,7 +179,7 @@ class JoiningLearner:
         if isinstance(told, Exception):
             raise told
         if told is None:
-            self._is_over()
+            self._exit_without_job()
         offer, ranks, senders = told
         return offer, ranks, senders
 

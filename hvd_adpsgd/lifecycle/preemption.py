@@ -154,7 +154,7 @@ def watch(departure: Departure | None) -> None:
             log.debug("SIGTERM has a handler, or is ignored: it makes no super learner leave.")
             return
         _watched_by, _reading = os.getpid(), reading
-        threading.Thread(target=_attend, daemon=True, name="hvd_adpsgd.preemption").start()
+        threading.Thread(target=_watch, daemon=True, name="hvd_adpsgd.preemption").start()
     _departure = departure if _watched_by == os.getpid() else None
 
 
@@ -174,7 +174,7 @@ def block_if_leaving() -> None:
         _end()
 
 
-def _attend() -> None:
+def _watch() -> None:
     """Run the thread: wait for SIGTERM to a learner of this super learner, leave, and end the process."""
     while not _is_due():
         pass

@@ -60,11 +60,11 @@ def watch(rank: int) -> bool:
         log.debug("SIGUSR1 has a handler already, or is ignored: it will not write the state.")
         return False
     _watched_by = os.getpid()
-    threading.Thread(target=_attend, args=(reading,), daemon=True, name="hvd_adpsgd.state").start()
+    threading.Thread(target=_watch, args=(reading,), daemon=True, name="hvd_adpsgd.state").start()
     return True
 
 
-def _attend(reading: int) -> None:
+def _watch(reading: int) -> None:
     """Run the thread: write one state file for each byte in the pipe, into which each SIGUSR1 puts a byte."""
     while os.read(reading, 1):
         try:

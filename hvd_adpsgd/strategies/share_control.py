@@ -208,7 +208,7 @@ class ShareControl:
             is_seen: whether an exchange has ended since the last decision.
         """
         if self._trial is not None:
-            return is_seen and self._judge(self._trial, each)
+            return is_seen and self._judge_trial(self._trial, each)
         self._hold = max(0, self._hold - 1)
         i, is_whole = CHOSEN.index(self.wire_format), self._level >= 0
         most = 2.0 ** (_QUIET if is_whole else -_QUIET)
@@ -223,7 +223,7 @@ class ShareControl:
             return True
         return False
 
-    def _judge(self, trial: _Trial, each: float) -> bool:
+    def _judge_trial(self, trial: _Trial, each: float) -> bool:
         """Give up bits on trial if they have not gained half of what they promise."""
         if not trial.has_ended or math.isnan(each):
             self._trial = trial._replace(has_ended=True)

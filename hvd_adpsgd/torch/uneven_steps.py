@@ -155,7 +155,7 @@ def _end(averaging: Averaging, told: list[_Made]) -> None:
     _copy_model(averaging, root)
     averaging.rule.reload()
     for i, memory in enumerate(averaging.engine.memory.shards):
-        memory.go_to([its.places[i] for its in told])
+        memory.adopt_counts([its.places[i] for its in told])
     averaging.engine.publish(averaging.step)
     averaging.engines.inner_barrier()
     averaging.absorb()

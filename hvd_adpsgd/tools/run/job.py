@@ -133,9 +133,9 @@ class Job:
         if learner.is_joining and told["is_member"]:
             learner.is_joining = False
             del self._ends[learner.rank]
-            self._later(processes.LIVES_S, self._trust, learner, learner.process)
+            self._later(processes.LIVES_S, self._forget_starts, learner, learner.process)
 
-    def _trust(self, learner: Learner, process: object) -> None:
+    def _forget_starts(self, learner: Learner, process: object) -> None:
         if learner.process is process and learner.super_rank is not None:
             self._attempts[learner.super_rank] = 0
 
