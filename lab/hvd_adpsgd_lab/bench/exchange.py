@@ -7,17 +7,19 @@ of the machine.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from hvd_adpsgd.config import Config
+from hvd_adpsgd.engine.engine import Engine
+from hvd_adpsgd.engine.layout import TensorSpec
 from hvd_adpsgd.engine.shared_memory import private_memory
 from hvd_adpsgd.strategies import Plan
 from hvd_adpsgd_lab.bench import report, settings, spread_of, timed
-from hvd_adpsgd_lab.bench.driven import Driven
 
 WARM_UP = 2  # rounds that are not counted: each first touches one of two buffers of corrections
+LONGEST_S = 60.0
 
 
 def main() -> None:
@@ -30,27 +32,41 @@ def main() -> None:
     # in huge pages, as the engine's memory
     model, received = (private_memory(4 * count).view(np.float32) for _ in range(2))
     np.random.default_rng(comm.rank).standard_normal(out=model, dtype=np.float32)
-    same_host = "mpi" if args.through_mpi else "memory"
-    driven = Driven(
-        comm, model, Plan.nobody(weight=1 / 2), same_host=same_host, chunk_kib=args.chunk_kib
-    )
+    engine = _engine(comm, model, "mpi" if args.through_mpi else "memory", args.chunk_kib)
+    addresses = np.array([model.ctypes.data], dtype=np.uintp)
     raw, exchange, cpu = [], [], []
     for number in range(args.rounds + WARM_UP):
         raw.append(timed(comm, lambda: comm.Sendrecv(model, 1 - comm.rank, recvbuf=received)))
-        before = driven.engine.metrics()["engine_cpu_s"]
-        act = partial(_exchange, driven, comm.rank, number)
-        exchange.append(driven.round(number, partial(timed, comm, act)))
-        cpu.append(driven.engine.metrics()["engine_cpu_s"] - before)
-    driven.engine.stop()
+        before = engine.metrics()["engine_cpu_s"]
+        engine.memory.absorb(addresses, number)
+        engine.offer(number)
+        exchange.append(timed(comm, lambda done=number: _exchange(engine, comm.rank, done)))  # type: ignore[misc]
+        engine.publish(number)
+        engine.memory.absorb(addresses, number)
+        cpu.append(engine.metrics()["engine_cpu_s"] - before)
+    engine.stop()
     report(comm.rank, _summary(raw[WARM_UP:], exchange[WARM_UP:], cpu[WARM_UP:], args.mib))
 
 
-def _exchange(driven: Driven, rank: int, done: int) -> None:
-    loop = driven.engine.loop
+def _engine(comm: Any, model: np.ndarray, same_host: str, chunk_kib: int) -> Engine:
+    """Return an engine that has started, and asks nobody by itself."""
+    from mpi4py import MPI
+
+    outer = comm.Dup()
+    outer.Set_errhandler(MPI.ERRORS_RETURN)
+    config = Config(deadline_s=LONGEST_S, same_host=same_host, chunk_kib=chunk_kib)
+    engine = Engine(inner=None, outer=outer, plan=Plan.nobody(weight=1 / 2), config=config)
+    engine.memory.extend([TensorSpec("model", model.shape, "float32")])
+    engine.start()
+    return engine
+
+
+def _exchange(engine: Engine, rank: int, done: int) -> None:
+    loop = engine.loop
     assert loop is not None
     if rank == 0:
         loop.ask(1)
-    if not loop.wait_finished(done + 1, 60.0):
+    if not loop.wait_finished(done + 1, LONGEST_S):
         raise SystemExit("an exchange took more than 60 s")
 
 
