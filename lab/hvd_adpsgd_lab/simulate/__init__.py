@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hvd_adpsgd.errors import AdpsgdError
 from hvd_adpsgd_lab.simulate import progress, units
-from hvd_adpsgd_lab.simulate.arguments import PLAN_DEFAULTS, parsed
+from hvd_adpsgd_lab.simulate.arguments import OPTIONS, parsed
 from hvd_adpsgd_lab.simulate.files import check_different, check_image, check_writable
 from hvd_adpsgd_lab.simulation import campaign, exploration
 from hvd_adpsgd_lab.simulation.calibration import Calibration
@@ -163,7 +163,7 @@ def _cluster(args: argparse.Namespace, parameters: float) -> Cluster:
         bytes_per_s=bytes_per_s,
         latency_s=latency_s,
         config=units.options(
-            args.options, averaging=PLAN_DEFAULTS["strategy"] if args.train else args.strategy
+            args.options, averaging=OPTIONS["strategy"].default if args.train else args.strategy
         ),
         minutes=args.minutes,
         slow=slow,
