@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 elif backend() == "torch":
-    from hvd_adpsgd.inner.over_torch import elastic as sampler
-    from hvd_adpsgd.inner.over_torch import elastic as state
-    from hvd_adpsgd.inner.over_torch.elastic import ElasticSampler, TorchState, run_fn
+    from hvd_adpsgd.inner.over_torch import refused as sampler
+    from hvd_adpsgd.inner.over_torch import refused as state
+    from hvd_adpsgd.inner.over_torch.refused import ElasticSampler, TorchState, run_fn
 else:
     from horovod.common.elastic import run_fn
     from horovod.torch.elastic import ElasticSampler, TorchState, sampler, state

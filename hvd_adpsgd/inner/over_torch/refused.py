@@ -24,3 +24,19 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 add_process_set, remove_process_set = _refusing("add_process_set"), _refusing("remove_process_set")
 start_timeline, stop_timeline = _refusing("start_timeline"), _refusing("stop_timeline")
+
+
+class TorchState:
+    """Raises: see module."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse(f"elastic.{type(self).__name__}")
+
+
+class ElasticSampler(TorchState):
+    """Raises: see module."""
+
+
+def run_fn(*args: Any) -> Any:
+    """Return a function that raises: see module."""
+    return _refusing("elastic.run")
