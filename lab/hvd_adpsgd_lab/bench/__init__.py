@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ __all__ = [
     "main",
     "programs_path",
     "report",
-    "require_at_least",
     "settings",
     "spread_of",
     "table",
@@ -36,23 +35,6 @@ __all__ = [
 MARK = "HVD_ADPSGD_BENCH "
 
 _HERE = ("calibrate", "storm")  # benchmarks that _measure() does not launch
-
-# lower bounds of arguments, which have one meaning in all benchmarks
-_LEAST = {
-    "mib": 0.01,
-    "rounds": 1,
-    "blocks": 1,
-    "learners": 1,
-    "super_learner_size": 1,
-    "chunk_kib": 1,
-    "threads": 1,
-    "straggler": 0.0,
-    "device_ms": 0.0,
-    "steps": 1,
-    "width": 1,
-    "layers": 1,
-    "batch": 1,
-}
 
 _MEANINGS = {
     "ratio": "time of an exchange / time of MPI_Sendrecv (median of rounds)",
@@ -87,33 +69,34 @@ _MEANINGS = {
 }
 
 # The kinds of benchmark, each a module of this package: its description, and its options with defaults.
-_KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
+_KINDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
     "exchange": (
         "one exchange against raw MPI_Sendrecv",
         {
-            "mib": (164.6, "size of the model"),
-            "rounds": (9, ""),
+            "mib": (164.6, "size of the model", 0.01),
+            "rounds": (9, "", 1),
             "through-mpi": (False, "exchange by MPI messages, as between hosts"),
-            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
+            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB", 1),
         },
     ),
     "step": (
         "training steps, averaging on against off",
         {
-            "learners": (4, ""),
-            "super-learner-size": (1, "learners of a super learner"),
-            "blocks": (5, ""),
-            "steps": (20, "steps per block"),
-            "straggler": (0.0, "one learner sleeps S seconds per step"),
+            "learners": (4, "", 1),
+            "super-learner-size": (1, "learners of a super learner", 1),
+            "blocks": (5, "", 1),
+            "steps": (20, "steps per block", 1),
+            "straggler": (0.0, "one learner sleeps S seconds per step", 0.0),
             "device-ms": (
                 0.0,
                 "learners sleep so many ms per step, as for a device, and compute one sample",
+                0.0,
             ),
-            "threads": (1, "torch's threads in each learner"),
+            "threads": (1, "torch's threads in each learner", 1),
             "averaging": ("random_pairs", "a strategy"),
-            "width": (2048, "of the hidden layers"),
-            "layers": (3, "hidden layers"),
-            "batch": (32, "samples of a step"),
+            "width": (2048, "of the hidden layers", 1),
+            "layers": (3, "hidden layers", 1),
+            "batch": (32, "samples of a step", 1),
             "gpu": (
                 False,
                 "train on GPUs, which learners share if there are too few, in bfloat16 autocast",
@@ -126,21 +109,22 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
             "slots": (
                 32,
                 "learners; with fewer than a schedule has, its targets count modulo them",
+                2,
             ),
-            "minutes": (30.0, "length of the run, without its start"),
-            "calm": (5.0, "minutes of the run without faults that comes first"),
+            "minutes": (30.0, "length of the run, without its start", 0.1),
+            "calm": (5.0, "minutes of the run without faults that comes first", 0.1),
             "schedule": ("public_32", "public_32, drawn, none, or a file"),
             "seed": (0, "of the model, the text and --schedule drawn"),
-            "kills": (60.0, "per hour, of --schedule drawn"),
-            "stops": (15.0, "per hour, of --schedule drawn"),
-            "slows": (15.0, "per hour, of --schedule drawn"),
+            "kills": (60.0, "per hour, of --schedule drawn", 0.0),
+            "stops": (15.0, "per hour, of --schedule drawn", 0.0),
+            "slows": (15.0, "per hour, of --schedule drawn", 0.0),
             "schemes": (["hadpsgd"], "hadpsgd, torchft_diloco, torchft_local_sgd, horovod"),
-            "step": (1.0, "seconds of a step, most of them sleep"),
-            "admit-every": (1, "steps between two calls of hvd.admit"),
-            "checkpoint-every": (20, "steps between two checkpoints of horovod"),
-            "width": (64, "of the GPT, a multiple of 32"),
-            "layers": (2, "of the GPT"),
-            "every": (10.0, "seconds between two evaluations of the mean model"),
+            "step": (1.0, "seconds of a step, most of them sleep", 0.01),
+            "admit-every": (1, "steps between two calls of hvd.admit", 1),
+            "checkpoint-every": (20, "steps between two checkpoints of horovod", 1),
+            "width": (64, "of the GPT, a multiple of 32", 32),
+            "layers": (2, "of the GPT", 1),
+            "every": (10.0, "seconds between two evaluations of the mean model", 1.0),
             "out": ("", "folder for logs and numbers; none: a temporary one"),
             "picture": ("", "file: also draw participation and loss over time (matplotlib)"),
         },
@@ -148,9 +132,9 @@ _KINDS: dict[str, tuple[str, dict[str, tuple[Any, str]]]] = {
     "calibrate": (
         "the cost of averaging on a host without the network, for simulate --calibration",
         {
-            "mib": (164.6, "size of the model"),
-            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB"),
-            "rounds": (9, ""),
+            "mib": (164.6, "size of the model", 0.01),
+            "chunk-kib": (256, "as ADPSGD_CHUNK_KIB", 1),
+            "rounds": (9, "", 1),
             "out": ("", "file to write"),
         },
     ),
@@ -161,8 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, print its results; return 0, 1 if it failed, 2 for a wrong argument."""
     args = parser().parse_args(arguments)
     try:
-        compares = vars(args).get("straggler", 0.0) > 0
-        require_at_least(_LEAST | ({"learners": 2} if compares else {}), vars(args))
+        _require_least(args)
         if vars(args).get("gpu"):
             _require_gpu()
         return _run(args)
@@ -178,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (told, options) in _KINDS.items():
         kind = kinds.add_parser(name, help=told)
         kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        for option, (default, means) in options.items():
+        for option, (default, means, *_) in options.items():
             if default is False:
                 kind.add_argument(f"--{option}", action="store_true", help=means)
                 continue
@@ -202,12 +185,14 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def require_at_least(least: Mapping[str, float], given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument below its bound, infinite or not a number."""
-    for name, bound in least.items():
-        if name in given and not bound <= given[name] < math.inf:
+def _require_least(args: argparse.Namespace) -> None:
+    for option, (_, _, *least) in _KINDS[args.kind][1].items():
+        given = vars(args)[option.replace("-", "_")]
+        if option == "learners" and args.straggler > 0:
+            least = [2]
+        if least and not least[0] <= given < math.inf:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given[name]}: allowed is at least {bound}. "
+                f"--{option} {given}: allowed is at least {least[0]}. "
                 "Pass a finite number in that range."
             )
 

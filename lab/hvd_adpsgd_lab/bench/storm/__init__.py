@@ -21,17 +21,13 @@ from types import FrameType
 from typing import Any
 
 from hvd_adpsgd.errors import ConfigError, LaunchError
-from hvd_adpsgd_lab.bench import machine, programs_path, require_at_least
+from hvd_adpsgd_lab.bench import machine, programs_path
 from hvd_adpsgd_lab.bench.storm import schedule
 from hvd_adpsgd_lab.bench.storm.schedule import Fault
 
 __all__ = ["SCHEMES", "measure"]
 
 SCHEMES = ("hadpsgd", "torchft_diloco", "torchft_local_sgd", "horovod")
-_LEAST = {
-    "slots": 2, "minutes": 0.1, "calm": 0.1, "step": 0.01, "admit_every": 1, "checkpoint_every": 1,
-    "width": 32, "layers": 1, "every": 1.0, "kills": 0.0, "stops": 0.0, "slows": 0.0,
-}  # fmt: skip
 _LENGTH, _BATCH, _RATE = 64, 8, 2e-3  # bytes of a sequence, sequences of a step, rate of AdamW
 _BIN_S, _BINS = 30.0, 10  # of participation over time: length, and the least number of a short run
 
@@ -83,7 +79,6 @@ def _require(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--schemes {' '.join(unknown)}: unknown. Pass some of {', '.join(SCHEMES)}."
         )
-    require_at_least(_LEAST, vars(args))
     if args.width % 32:
         raise ConfigError(
             f"--width {args.width}: allowed are multiples of 32, the width of a head. Pass one."
