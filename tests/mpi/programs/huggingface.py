@@ -5,7 +5,6 @@
 A part is a number, for that script of docs/huggingface.md, or the name of a function below.
 """
 
-import hashlib
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import find_batch_size
-from learner import say
+from learner import digest, say
 from safetensors.torch import load_file
 from transformers import (
     EarlyStoppingCallback,
@@ -46,10 +45,6 @@ def tell(**facts):
 
 def flat(model):
     return torch.cat([p.detach().flatten().double() for p in model.parameters()])
-
-
-def digest(model):
-    return hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()[:16]
 
 
 def mean_of_leaders(model):
@@ -87,7 +82,7 @@ class Watch(TrainerCallback):
         self.models, self.checkpoints, self.logs = [], {}, []
 
     def on_step_end(self, args, state, control, model=None, **_):
-        self.models.append(digest(model))
+        self.models.append(digest(model.parameters()))
 
     def on_log(self, args, state, control, logs=None, **_):
         self.logs.append(logs)
@@ -346,7 +341,7 @@ def operations():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    started = hvd.allgather_object(digest(model))
+    started = hvd.allgather_object(digest(model.parameters()))
     apart = []
     for _ in range(2):
         accelerator.backward(model(torch.randn(3, 2)).square().mean())
@@ -360,7 +355,7 @@ def operations():
         parts=parts, epochs=epochs,
         mean=float(accelerator.reduce(torch.tensor([float(rank)]), "mean")), norms_by_super=apart, once=once,
         highest=int(accelerator.reduce(torch.tensor([rank]), "max")),
-        clipped=[digest(model), hvd.super_rank()], sharded_batch=find_batch_size(batch),
+        clipped=[digest(model.parameters()), hvd.super_rank()], sharded_batch=find_batch_size(batch),
     )  # fmt: skip
 
 
