@@ -85,6 +85,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         problem = probes.ask(probes.SPEC, seconds).get("problem")
     yield findings.judge_options(sum(key.startswith(PREFIX) for key in os.environ), problem)
     yield findings.judge_host_name(socket.gethostname(), unresolved_host())
+    ulfm = plain = False
     if inner == "torch":
         yield findings.judge_torch_inside(probes.ask(probes.TORCH, seconds))
     else:
@@ -95,11 +96,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     reached = yield from _examine_machine(args, config, here)
     if args.quick:
         return
-    if inner == "torch":
-        yield findings.judge_launch(launch.try_without_mpi(2 * seconds, reached), True)
-    else:
-        survival = launch.try_survival(2 * seconds, ulfm and not plain, reached)
-        yield findings.judge_launch(survival, ulfm)
+    survival = launch.try_survival(2 * seconds, ulfm and not plain, reached, inner)
+    yield findings.judge_launch(survival, ulfm)
 
 
 def _config() -> tuple[Config, str | None]:

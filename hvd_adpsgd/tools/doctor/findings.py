@@ -467,7 +467,7 @@ def judge_launch(survival: Survival, ulfm: bool) -> Finding:
     found = f"{n} learners started; when one was killed the others did not go on"
     if survival.error:
         found += f": {survival.error}"
-    if survival.launcher != "horovodrun -np":
+    if survival.launcher != Survival.launcher:
         cure = f"Read what the learners print: {survival.launcher} 2 python train.py."
         return Finding(FAIL, what, found, cure)
     if not ulfm:

@@ -33,19 +33,19 @@ class Ssh(NamedTuple):
     identity: str | None = None
 
 
-def read_hosts(text: str, where: str = "-H") -> list[Host]:
-    """Return the hosts of a list like "node1:4,node2:4"; `where` names the list's origin in errors.
+def read_hosts(text: str) -> list[Host]:
+    """Return the hosts of a list like "node1:4,node2:4".
 
     Raises:
         ConfigError: if horovodrun would refuse the list.
     """
-    return [_host(item.strip(), where) for item in text.split(",")]
+    return [_host(item.strip()) for item in text.split(",")]
 
 
-def _host(item: str, where: str) -> Host:
+def _host(item: str) -> Host:
     if not _HOST.fullmatch(item):
         raise ConfigError(
-            f"{where}: {item!r} is no NAME:SLOTS with a name of letters, digits, dots, dashes and "
+            f"-H: {item!r} is no NAME:SLOTS with a name of letters, digits, dots, dashes and "
             "underscores. Write for instance node1:4,node2:4."
         )
     name, _, slots = item.partition(":")

@@ -1,6 +1,5 @@
 """The doctor's test job: learners start, one kills itself, the others must continue."""
 
-import dataclasses
 import os
 import shutil
 import sys
@@ -51,41 +50,34 @@ def find_horovodrun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("horovodrun")
 
 
-def try_without_mpi(seconds: float, hosts: Sequence[str] = ()) -> Survival:
-    """As `try_survival`, by `python -m hvd_adpsgd run`, which needs neither MPI nor Horovod."""
-    n, where = _where(hosts)
-    command = [sys.executable, "-m", "hvd_adpsgd", "run", "-np", str(n), *where]
-    answer = bounded([*command, sys.executable, "-c", PROGRAM], seconds, _options())
-    return dataclasses.replace(parse_survival(n, answer), launcher="python -m hvd_adpsgd run -np")
-
-
-def try_survival(seconds: float, switch_on: bool, hosts: Sequence[str] = ()) -> Survival:
+def try_survival(
+    seconds: float, switch_on: bool, hosts: Sequence[str] = (), inner: str = "horovod"
+) -> Survival:
     """Launch the test job, whose last learner kills itself, and return how the job ended.
 
     Args:
         seconds: time limit of the job.
         switch_on: pass horovodrun the options that switch ULFM on, because it does not set them itself.
         hosts: hosts to start one learner on each; with fewer than two, two learners on this host.
+        inner: "torch" launches by `python -m hvd_adpsgd run`, which needs neither MPI nor Horovod.
     """
-    n, where = _where(hosts)
-    horovodrun = find_horovodrun()
-    if horovodrun is None:
+    n, horovodrun = max(2, len(hosts)), find_horovodrun()
+    options = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
+    if inner == "torch":
+        named, launcher = (
+            "python -m hvd_adpsgd run -np",
+            [sys.executable, "-m", "hvd_adpsgd", "run"],
+        )
+    elif horovodrun is None:
         return Survival(n, False, False, None, 0.0, "no horovodrun beside this Python or on PATH")
-    if asks_for_gloo(os.environ):
-        options = ["--gloo"]
     else:
-        options = list(ULFM_OPTIONS) if switch_on else []
-    command = [horovodrun, "-np", str(n), *where, *options, sys.executable, "-c", PROGRAM]
-    return parse_survival(n, bounded(command, seconds, _options()))
+        named, launcher = Survival.launcher, [horovodrun]
+        options += ["--gloo"] if asks_for_gloo(os.environ) else ULFM_OPTIONS if switch_on else []
+    command = [*launcher, "-np", str(n), *options, sys.executable, "-c", PROGRAM]
+    return parse_survival(n, bounded(command, seconds, _options()), named)
 
 
-def _where(hosts: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the number of learners, and a launcher's options that name their hosts."""
-    named = ["-H", ",".join(f"{host}:1" for host in hosts)] if len(hosts) > 1 else []
-    return max(2, len(hosts)), named
-
-
-def parse_survival(n: int, answer: Answer) -> Survival:
+def parse_survival(n: int, answer: Answer, launcher: str = Survival.launcher) -> Survival:
     """Parse what learner 0 of the job with a killed learner has printed; its exit status says nothing."""
     said = marked(answer.out)
     first = [facts for facts in said if facts.get("rank") == 0]
@@ -96,6 +88,7 @@ def parse_survival(n: int, answer: Answer) -> Survival:
         alive=next((facts["alive"] for facts in first if "alive" in facts), None),
         seconds=answer.seconds,
         error=answer.error or _complaint(answer),
+        launcher=launcher,
     )
 
 
