@@ -4,8 +4,8 @@
         --schemes synchronous 1xfloat32 4xint4 --seeds 3
 
 The byte transformer of examples/, 300 steps of 50 ms, 10 Gb/s. A scheme is `synchronous`, or exchanges per
-step x the format of models, with shared moments, or with :own ones. Optimizers: adamw; muon; plain, which is
-Muon without Nesterov's term. Finished runs are not repeated.
+step x the format of models; moments are shared in every fourth exchange, with :2 in every second, or :own.
+Optimizers: adamw; muon; plain, which is Muon without Nesterov's term. Finished runs are not repeated.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from hvd_adpsgd_lab.simulation.planner import PATIENT, Cluster
 from examples import byte_transformer as example
 from lab.studies.keeper import Job, perform_jobs
 
-STEPS, MOMENTS_PERIOD = example.STEPS, 4
+STEPS = example.STEPS
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -75,14 +75,10 @@ def outcome(n: int, name: str, scheme: str, rate: float, seed: int) -> dict[str,
     config, strategy = PATIENT, "synchronous"
     if scheme != "synchronous":
         times, _, wire = scheme.partition("x")
-        wire, _, moments = wire.partition(":")
-        config, strategy = (
-            PATIENT.replace(
-                exchanges_per_step=float(times), wire_dtype=wire, moments=moments or "shared",
-                moments_period=MOMENTS_PERIOD,
-            ),
-            "random_pairs",
-        )  # fmt: skip
+        wire, _, period = wire.partition(":")
+        how = {"moments": "own"} if period == "own" else {"moments_period": int(period or 4)}
+        config = PATIENT.replace(exchanges_per_step=float(times), wire_dtype=wire, **how)
+        strategy = "random_pairs"
     cluster = Cluster(n, float(task.parameters()), 0.05, 1.25e9, 50e-6, config, seed=seed)
     run = train(task, cluster, strategy=strategy, steps=STEPS, points=1)
     last = run.points[-1]
