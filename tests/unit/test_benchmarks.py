@@ -120,9 +120,6 @@ def test_an_interrupted_run_is_not_finished(tmp_path, data):
     assert again.record["seconds"] >= 0
 
 
-# ---- comparing schemes
-
-
 # ---- the largest batch
 
 

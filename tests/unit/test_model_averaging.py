@@ -57,9 +57,6 @@ def test_natural_gradients_without_the_library_are_told_in_one_line(monkeypatch)
         train.optimizer_for("natural", torch.nn.Linear(3, 2), 0.1, 0.9)
 
 
-# ---- what is run
-
-
 # ---- what is kept
 
 
@@ -145,6 +142,3 @@ def test_weights_depend_on_the_seed_alone_and_come_from_the_stack(tmp_path):
     learner.begin(model, 7, str(tmp_path / "stack.pt"))
     assert (model.hidden[0].weight == 0.5).all() and (model.hidden[1].bias == 1).all()
     assert torch.equal(model.output.weight, other.output.weight)
-
-
-# ---- what it shows
