@@ -48,10 +48,11 @@ class _Dynamic:
         self._number = self._length if samples is None else samples
         values = self._length, batch_size, seed, self._number
         for name, value in zip(("dataset", "batch_size", "seed", "samples"), values, strict=True):
-            if type(value) is not int or value < (minimum := int(name == "batch_size")):
-                raise ConfigError(
-                    f"{type(self).__name__}({name}={value!r}): give an integer of {minimum} or more."
-                )
+            self._require_integer(f"({name}={value!r})", value, int(name == "batch_size"))
+        if self._number > self._length:
+            raise ConfigError(
+                f"{type(self).__name__}(samples={samples}): there are {self._length}. Give at most these."
+            )
         self.batch_size, self.drop_last, self.epoch = batch_size, drop_last, samplers.register(self)
         self._shuffle = shuffle
         self._identity = {"length": self._length, "seed": seed, "shuffle": shuffle}
@@ -73,9 +74,16 @@ class _Dynamic:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which gives its order; without a call it is the next integer."""
+        self._require_integer(f".set_epoch({epoch!r})", epoch)
         self.epoch = epoch
         if self._sharding is None:
             self._samples_before = max(self._samples_before, self._first(epoch))
+
+    def _require_integer(self, where: str, value: Any, minimum: int = 0) -> None:
+        if type(value) is not int or value < minimum:
+            raise ConfigError(
+                f"{type(self).__name__}{where}: give an integer of {minimum} or more."
+            )
 
     def set_ends(self, ends: Sequence[int], start: int = 0) -> None:
         """Let iteration i end with the job's sample number `ends[i]`, where all learners can meet.

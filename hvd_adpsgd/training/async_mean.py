@@ -229,10 +229,13 @@ def average_model_async(
         timeout: seconds for which to wait for a leader's model; None: HVD_ADPSGD_FAILURE_TIMEOUT_S.
 
     Raises:
-        ConfigError: if no optimizer averages the model, or one that waits, or HVD_ADPSGD_SHARD cuts it.
+        ConfigError: for a wrong timeout; if no optimizer averages the model, or one that waits, or
+            HVD_ADPSGD_SHARD cuts it.
         WorldError: on a learner that is no leader, inside `averaged`, or in a step of op=Adasum.
         NonFiniteModelError: in synchronize, if no model is finite.
     """
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+        raise ConfigError(f"average_model_async(timeout={timeout!r}): give a number of seconds.")
     reshard(model)
     world, own = worlds.current(), model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}

@@ -236,6 +236,7 @@ REFUSED = {  # error | words of its text
     "adasum_of_a_script": "ConfigError | op=Adasum | leave op out",
     "clipped_with_adasum": "GradientOrderError | op=Adasum | without effect | hook",
     "averaged_in_adasum": "WorldError | average_model_async",  # the leaders', too
+    "wrong_timeout": "ConfigError | timeout='soon' | seconds",
     "accumulated": "GradientOrderError | more than backward_passes_per_step=1 | zero_grad()",
     "accumulated_too_often": "GradientOrderError | backward_passes_per_step=2",
     "replaced": "GradientOrderError | in the step before | had been replaced | optimizer.zero_grad()",

@@ -1,6 +1,7 @@
 """The samplers on one learner, without a job; how the learners of a super learner divide a step."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,10 +111,19 @@ def test_a_shard_is_consumed_when_the_next_one_is_asked_for() -> None:
 
 
 def test_wrong_use_is_refused() -> None:
-    for wrong in ({"dataset": -1}, {"dataset": 3, "batch_size": 0}, {"dataset": 3, "seed": 0.5}):
-        with pytest.raises(ConfigError, match="give an integer"):
-            hvd.DynamicSampler(**wrong)  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in ({"dataset": -1}, {"dataset": True}, {"dataset": 3, "seed": 0.5}):
+        with pytest.raises(ConfigError, match="give an integer of 0 or more"):
+            hvd.DynamicSampler(**wrong)
+    for wrong in (0, 4.0):
+        with pytest.raises(ConfigError, match="give an integer of 1 or more"):
+            hvd.DynamicSampler(3, batch_size=wrong)
+    with pytest.raises(ConfigError, match="there are 3. Give at most these"):
+        hvd.DynamicSampler(3, samples=4)
     sampler = hvd.DynamicSampler(3)
+    for wrong in (-1, 1.5):
+        with pytest.raises(ConfigError, match=r"set_epoch\(.*give an integer of 0 or more"):
+            sampler.set_epoch(wrong)
     sampler.set_epoch(5)
     list(sampler)
     for epoch in (5, 2):

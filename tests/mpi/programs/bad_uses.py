@@ -425,6 +425,11 @@ def averaged_in_adasum() -> None:
         hvd.average_model_async(model)
 
 
+def wrong_timeout() -> None:
+    wrong: Any = "soon"
+    hvd.average_model_async(linear(), timeout=wrong)
+
+
 def accumulated() -> None:
     model = linear()
     with retired(wrap(model)) as optimizer:
