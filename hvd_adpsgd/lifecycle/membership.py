@@ -102,13 +102,17 @@ class Membership:
                 self._log(i, state, f"super learner {i} ({self.names[i]}) {what}{where}.{then}")
         if any(state is PeerState.FAILED for _, state in news):
             self._repeat()
-            self.is_minority = self.training_count <= self.states.count(PeerState.FAILED)
+            self.is_minority = 2 * self._staying(failed=False) <= self._staying(failed=True)
 
     def _publish(self, i: int, state: PeerState) -> None:
         """Show the local peers the state of super learner `i`; a failure stays."""
         if self._left[i] != _FAILED:
             kinds = {PeerState.LEFT: _LEFT, PeerState.FAILED: _FAILED}
             self._left[i] = kinds.get(state, _THERE)
+
+    def _staying(self, failed: bool) -> int:
+        """Return how many super learners have not left; `failed`: whether to count failed super learners."""
+        return self.training_count + failed * self.states.count(PeerState.FAILED)
 
     @property
     def training_count(self) -> int:

@@ -29,7 +29,7 @@ from hvd_adpsgd.strategies.synchronous_gossip import SynchronousGossip
 __all__ = [
     "STRATEGIES", "A2CiD2", "DelayByOne", "DelayedGradients", "FixedRing", "GASLoC", "GossipPGA", "NoLoCo",
     "PeriodicAveraging", "Plan", "RandomPairs", "RandomRing", "Rounds", "Strategy", "Synchronous",
-    "SynchronousGossip", "parse",
+    "SynchronousGossip", "parse", "same",
 ]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -74,6 +74,17 @@ def parse(spec: str) -> Strategy:
     for piece in reversed(upper):
         strategy = _one(spec, piece, strategy)
     return strategy
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two spec strings describe equal strategies; a key that a spec omits has its default value.
+
+    A spec that cannot be parsed equals only the identical string.
+    """
+    try:
+        return parse(one) == parse(other)
+    except ConfigError:
+        return one == other
 
 
 def _one(spec: str, piece: str, base: Strategy | None = None) -> Strategy:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hvd_adpsgd.strategies import same
 from hvd_adpsgd.training.averaging import Averaging
 
 log = logging.getLogger("hvd_adpsgd")
@@ -75,7 +76,7 @@ def _reason_against(averaging: Averaging, state: dict[str, Any]) -> str:
     """Return why a saved state does not fit `averaging`, for a message; "" if it fits."""
     spec = averaging.spec.strategy.spec()
     try:
-        if state["strategy"] != spec:
+        if not same(str(state["strategy"]), spec):  # specs of older versions may lack a key
             return f"the checkpoint is of averaging={state['strategy']}, this is {spec}"
         _, _ = state.get("of", (0, 1))
         mine, its = averaging.rule.tensors(), state["rule"]

@@ -26,6 +26,7 @@ from hvd_adpsgd.strategies import (
     Synchronous,
     SynchronousGossip,
     parse,
+    same,
 )
 from hvd_adpsgd.strategies.plan import AFTER, DURING, NOBODY
 from tests.theorems import mixing_matrix
@@ -387,6 +388,26 @@ def test_rounds_of_pairs_only_where_there_are_pairs(name):
 def test_arguments_of_the_wrong_kind(make, cure):
     with pytest.raises(ConfigError, match=cure):
         make()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (  # as written before there was warm_up
+            "periodic_averaging:period=10,block_momentum=0.5,block_rate=1.0,nesterov=0",
+            PeriodicAveraging(10, block_momentum=0.5).spec(),
+            True,
+        ),
+        ("periodic_averaging:warm_up=1", "periodic_averaging", False),
+        ("synchronous_gossip:order=atc", "synchronous_gossip:order=awc", False),
+        ("mine", "mine", True),
+        ("mine", "fixed_ring", False),
+        ("None", "fixed_ring", False),
+    ],
+)
+def test_specs_are_the_same_if_their_strategies_are(one: str, other: str, equal: bool) -> None:
+    assert same(one, other) == equal
+    assert same(other, one) == equal
 
 
 @pytest.mark.parametrize("strategy", [RandomPairs, RandomRing])
