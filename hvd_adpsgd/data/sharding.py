@@ -100,7 +100,8 @@ class Sharding:
         self._is_reported = False  # whether all steps of the epoch are, as consumed
         self._wanted: dict[int, int] = defaultdict(int)  # steps, by epoch
         self._sent: dict[int, tuple[int, bool]] = {}  # by epoch, what the others were sent
-        self._times: deque[float] = deque(maxlen=_WINDOW)  # seconds per step, waits left out
+        # of the latest steps that were made: their number, and the time, waits left out
+        self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._waited_s = 0.0
         self._out: list[tuple[int, Any]] = []
 
@@ -142,7 +143,7 @@ class Sharding:
                 self._turn()
             now = time.monotonic()
             self._waited_s += now - asked_at
-            self._times.append(now - self._waited_s)
+            self._note_time(now - self._waited_s)
             self.step += bool(ranges)
             return ranges
 
@@ -236,10 +237,22 @@ class Sharding:
         if self._out:
             self._wake()
 
+    def _note_time(self, now: float) -> None:
+        made = self._made()
+        number = self.step if made is None else made
+        if self._times and number < self._times[-1][0]:  # a new optimizer
+            self._times.clear()
+        if (
+            not self._times or number > self._times[-1][0]
+        ):  # else it is prefetched, faster than a step
+            self._times.append((number, now))
+
     def _step_s(self) -> float | None:
         """Return the time of a step, of late; None before the third."""
-        made = len(self._times) - 1
-        return max(1e-5, (self._times[-1] - self._times[0]) / made) if made > 1 else None
+        if len(self._times) < 3:
+            return None
+        (first, began), (last, ended) = self._times[0], self._times[-1]
+        return max(1e-5, (ended - began) / (last - first))
 
     def _count(self) -> None:
         """Note which steps are consumed: of those yielded, as many as the optimizer has made."""

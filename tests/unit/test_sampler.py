@@ -1,5 +1,6 @@
 """The samplers on one learner, without a job; how the learners of a super learner divide a step."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.data import samplers
 from hvd_adpsgd.data.ranges import EPOCH, count
-from hvd_adpsgd.data.sharding import Sharding, View
+from hvd_adpsgd.data.sharding import Appended, Sharding, View
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import ConfigError, StrategyMismatchError
 from hvd_adpsgd.torch import dynamic_sampler
@@ -147,6 +148,27 @@ def test_samples_are_kept_when_a_new_optimizer_counts_from_0() -> None:
     before = sharding.samples()
     made[0] = 0
     assert sharding.samples() >= before > 0
+
+
+def test_prefetching_is_not_taken_for_speed() -> None:
+    """A loader's workers ask for several steps at once, before the first is made."""
+    made = [0]
+    arguments = 1, lambda: None, lambda _: 4000, 4, False, lambda: made[0]
+    leader, mate = (Sharding(rank, [[0, 1]], *arguments) for rank in range(2))
+    view = View([[0, 1]], frozenset((0,)))
+    steps = []
+    for each in (leader, mate):
+        each.talk(view, [])
+        steps.append(each.begin(0))
+    mate.talk(view, [(0, Appended(0, 0, [(0, 400)], False, [(0, 0)]))])
+    for _ in range(8):
+        for its in steps:
+            next(its)
+    assert (leader.parts.rate, leader.parts.lead, mate._wanted[0]) == (0.0, 8, 9)
+    for made[0] in (1, 2, 3, 4):
+        time.sleep(0.01)
+        next(steps[0])
+    assert 0 < leader.parts.rate < 8 / 0.01
 
 
 @pytest.mark.parametrize("drops", [False, True])
