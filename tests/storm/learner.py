@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hvd_adpsgd_lab.simulation import engine_calls
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.launch import world as worlds
@@ -185,7 +186,8 @@ class Learner:
         memory = self.optimizer._averaging.engine.memory.own
         kind = np.float64 if self.script.dtype == "float64" else np.float32
         parts = [np.zeros(chunk.count, kind) for chunk in memory.layout.parts[0].chunks]
-        assert all(memory.store.share(i, part.view(np.uint8)) for i, part in enumerate(parts))
+        for i, part in enumerate(parts):
+            assert engine_calls.share(memory.store, i, part.view(np.uint8))
         model = np.concatenate(parts)[: self.model.weight.numel()].reshape(self.model.weight.shape)
         np.save(self.folder / f"left.{self.place['who']}.npy", model)
         self.note("held", made=self.optimizer._averaging.step)
