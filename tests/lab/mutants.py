@@ -163,8 +163,6 @@ MUTANTS = (
     Mutant("a BYE is taken for a failure", "membership.pxi", "    set_peer(m, peer, LEFT)",
         "    set_peer(m, peer, FAILED)"),
     Mutant("a BYE is not answered", "exchange.pxi", "    send_control(e, peer, BYE_SEEN, 0, 0)\n", ""),
-    Mutant("an engine that leaves waits for peers that have ended", "departures.pxi",
-        " and not m.ended[peer]:", ":"),
     Mutant("an engine that leaves waits for the answer of one peer only", "departures.pxi",
         "            return 2 * now(e) > m.said_at + m.leave_by\n    return True",
         "            return peer > 1 or 2 * now(e) > m.said_at + m.leave_by\n    return True"),
