@@ -357,7 +357,7 @@ class Connections:
             return
         try:
             # before WELCOME is sent: the engine must know the connection before the peer uses it
-            _prepare(connection, self._config.failure_timeout_s)
+            prepare(connection, self._config.failure_timeout_s)
             await self._tell(TcpWire.ACCEPTED, hello.caller, self._shake(connection.dup))
             await loop.sock_sendall(connection, WELCOME)
         except OSError as error:
@@ -418,7 +418,7 @@ class Connections:
             try:
                 async with asyncio.timeout(_HANDSHAKE_S):
                     await self._introduce(connection, peer, address)
-                _prepare(connection, self._config.failure_timeout_s)
+                prepare(connection, self._config.failure_timeout_s)
                 self._dialed[peer] = time.monotonic()
                 # before DIALED is sent: after DIALED the engine may ask for another connection to this peer
                 self._end_dial(peer, asyncio.current_task())
@@ -554,7 +554,7 @@ async def _read(connection: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _prepare(connection: socket.socket, failure_s: float) -> None:
+def prepare(connection: socket.socket, failure_s: float) -> None:
     """Set TCP options: send small messages at once, and detect a lost host on an idle connection too."""
     every = max(1, round(failure_s / 4))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from hvd_adpsgd.engine.connections import prepare
 from hvd_adpsgd.engine.handshake import (
     HELLO_NBYTES,
     PROOF_NBYTES,
@@ -271,16 +272,9 @@ def _proven(connection: socket.socket, failure_s: float) -> Conversation:
     TCP keepalive probes the other host, also while nothing is sent.
     """
     connection.settimeout(None)
-    every = max(1, round(failure_s / 4))
-    for option, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, every),
-        (socket.TCP_KEEPINTVL, every),
-        (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, round(1e3 * max(4 * every, failure_s))),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    prepare(connection, failure_s)
+    longest_s = max(4 * max(1, round(failure_s / 4)), failure_s)  # that of keepalive, or longer
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * longest_s))
     return Conversation(connection)
 
 
