@@ -24,7 +24,10 @@ server either were accepted before the answer, and are not free, or are refused.
 living super learners never serve one part: each Recover comes from further on in the ring than the one
 before, until all make new connections, after which all count the living alike.
 A super learner that says that it leaves counts as failed from then on: its process may run on for long.
-At least once: what a failed super learner held and has not reported as consumed is free again.
+At least once: what a failed super learner held and has not reported as consumed is free again. One that
+leaves an epoch early gives back (Ask) what it was granted and has not taken, and what it is granted later.
+The rest of an epoch that a super learner has ended is granted in later ones; if all left it early, nobody
+wants the rest.
 
 Messages arrive in order. With new connections, some may be lost: questions and facts are sent again.
 """
@@ -52,6 +55,7 @@ class Ask(NamedTuple):
     wanted: int
     step: int
     rate: float
+    back: Ranges  # positions of the part that were granted to the sender, which has not taken them
 
 
 class Give(NamedTuple):
@@ -69,6 +73,7 @@ class Consumed(NamedTuple):
     ranges: Ranges
     rate: float  # in positions per second; 0 if it is not known yet
     parts: int | None  # number of parts of an epoch, if the sender knows it
+    ended: Ranges  # epochs that a super learner has ended
     leaves: bool = False  # whether the sender answers no more questions
 
 
@@ -125,12 +130,13 @@ class Parts:
         self._founds = parts is not None
         self._begun: set[int] = set()  # epochs known to be begun; none before the job's first
         self._entered: set[int] = set()  # epochs that this one has begun
-        self._left_early: set[int] = set()  # of these, those that it has not ended
+        self._ended: Ranges = []  # epochs that a super learner has ended
         self._living, self._ring = frozenset((me,)), me + 1
         self._servers: dict[int, int] = {}  # by part
         self._served: dict[int, _Served] = {}
         self._granted: Ranges = []  # by servers to this super learner
         self._ready: Ranges = []  # granted and not taken
+        self._back: dict[int, Ranges] = {}  # to give back with the next question, by part
         self._left: dict[int, int] = {}  # by part, how many positions its server had left
         self._asks: dict[int, tuple[Ask, float]] = {}  # open ones, by part
         self._number = 0
@@ -144,17 +150,24 @@ class Parts:
         self._out: list[tuple[int, Any]] = []
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch; what is left of the one before is left to the others."""
-        if self.epoch is not None and not self.ended:
-            self._left_early.add(self.epoch)
-            self._ready.clear()
+        """Begin an epoch."""
         self.epoch, self.ended = epoch, False
         self._entered.add(epoch)
-        if self._founds or self._begun or any(self._settled()):  # servers have asked the living
+        if self._founds:  # another may have begun a later one already
+            self._begun.add(epoch)
+        if self._begun or any(self._settled()):  # servers have asked the living
             self._learn({epoch})
         self._left.clear()
-        self._asks = {part: asked for part, asked in self._asks.items() if asked[0].wanted}
+        self._asks = {
+            p: asked for p, asked in self._asks.items() if asked[0].wanted or asked[0].back
+        }
         self.report()
+
+    def leave(self, untaken: Ranges) -> None:
+        """Leave the epoch: the others get what is granted and not taken, and what was taken and not used."""
+        self.ended = True
+        self._give_back(merged(self._ready, untaken))
+        self._ready = []
 
     def take(self, number: int) -> Ranges:
         """Return at most `number` of the positions available here."""
@@ -227,8 +240,11 @@ class Parts:
 
     def poll(self, now: float) -> list[tuple[int, Any]]:
         """Return the messages to send, with the super_ranks of their receivers; `now` in seconds."""
-        if self.epoch is not None and not self.ended:
-            self._seek(self.epoch, now)
+        if self.epoch is not None:
+            for part in [p for p in self._back if p not in self._asks]:
+                self._ask(self.epoch, part, 0, now)
+            if not self.ended:
+                self._seek(self.epoch, now)
         interval = min(_REPORT_S * len(self._living), _LONGEST_REPORT_S)
         if self._news and now - self._reported > interval:
             self._reported = now
@@ -238,7 +254,7 @@ class Parts:
 
     def report(self, leaves: bool = False) -> None:
         """Report with the next `poll` what was consumed; `leaves`: and that this super learner leaves."""
-        report = Consumed(self._news, self.rate, self.parts, leaves)
+        report = Consumed(self._news, self.rate, self.parts, self._ended, leaves)
         self._out += [(rank, report) for rank in sorted(self._living - {self.me})]
         self._news = []
 
@@ -261,7 +277,7 @@ class Parts:
         elif not self.available() and not any(
             self._recovers(s, now) for s in self._served.values()
         ):
-            self.ended = True
+            self.ended, self._ended = True, merged(self._ended, [(epoch, epoch + 1)])
 
     def _is_awaited(self, part: int, now: float) -> bool:
         """Whether the server of a part is to answer a question; notes servers that have been silent."""
@@ -279,7 +295,8 @@ class Parts:
 
     def _ask(self, epoch: int, part: int, wanted: int, now: float) -> None:
         self._number += 1
-        ask = Ask(self._number, epoch, part, wanted, self.step, self.rate)
+        back = self._back.pop(part, [])
+        ask = Ask(self._number, epoch, part, wanted, self.step, self.rate, back)
         self._asks[part] = ask, now
         self._out.append((self._servers[part], ask))
 
@@ -289,18 +306,37 @@ class Parts:
             return  # repeated, or of a server before this one
         del self._asks[message.part]
         self.answer_s += _NEWEST * (now - asked_at - self.answer_s)
-        if ask.epoch == self.epoch:
-            self._left[message.part] = message.left
         self._granted = merged(self._granted, message.ranges)
-        self._ready = self._ready + message.ranges
+        if self.ended or ask.epoch != self.epoch:
+            self._give_back(message.ranges)
+        else:
+            self._left[message.part] = message.left
+            self._ready = self._ready + message.ranges
+
+    def _give_back(self, ranges: Ranges) -> None:
+        """Let the servers of positions that were granted and not used grant them anew."""
+        self._granted = without(self._granted, ranges)
+        for part in range(self.parts or 0):
+            if part in self._served:
+                self._free_again(self._served[part], self.me, ranges)
+            elif back := self._of_part(part, ranges):
+                self._back[part] = merged(self._back.get(part, []), back)
+
+    def _free_again(self, served: _Served, rank: int, ranges: Ranges) -> None:
+        """Make positions free that are granted to super learner `rank`, which does not use them."""
+        held = served.granted.get(rank, [])
+        served.granted[rank] = kept = without(held, ranges)
+        back = [pair for pair in without(held, kept) if pair[0] // EPOCH in served.opened]
+        served.free = merged(served.free, back)
 
     def _note(self, rank: int, message: Consumed) -> None:
         self.consumed = merged(self.consumed, message.ranges)
+        self._ended = merged(self._ended, message.ended)
         self._rates[rank] = message.rate
         if message.parts is None:
             self._ignorant.add(rank)
             if self.parts is not None:
-                self._out.append((rank, Consumed([], self.rate, self.parts)))
+                self._out.append((rank, Consumed([], self.rate, self.parts, self._ended)))
         elif self.parts is None:
             self._cut(message.parts)
         if message.leaves:  # the sender may run on for long
@@ -332,6 +368,7 @@ class Parts:
         self._rates[rank] = ask.rate
         answer = served.answers.get(rank)
         if answer is None or answer.number != ask.number:
+            self._free_again(served, rank, ask.back)
             number = self._guided(ask, count(self._free(served, ask.epoch))) if ask.wanted else 0
             given = self._grant(served, rank, ask.epoch, number)
             answer = Give(ask.number, ask.part, given, count(self._free(served, ask.epoch)))
@@ -355,8 +392,12 @@ class Parts:
 
     def _free(self, served: _Served, epoch: int | None) -> Ranges:
         """Return the free positions for a super learner that is in `epoch`."""
-        usable = {e for e in served.opened - self._left_early if e <= (epoch or 0)} | {epoch}
-        return [pair for pair in served.free if pair[0] // EPOCH in usable]
+        return [
+            pair
+            for pair in served.free
+            if (e := pair[0] // EPOCH) == epoch
+            or (e < (epoch or 0) and any(a <= e < b for a, b in self._ended))
+        ]
 
     def _bounds(self, part: int, epoch: int) -> tuple[int, int]:
         assert self.parts is not None
@@ -379,8 +420,8 @@ class Parts:
     def _appoint(self, part: int, server: int) -> None:
         if server != self._servers.get(part):
             self._servers[part] = server
-            self._asks.pop(part, None)
-            self._left.pop(part, None)
+            for former in (self._asks, self._left, self._back):
+                former.pop(part, None)
         if server != self.me:
             self._served.pop(part, None)
         elif part not in self._served:
@@ -396,6 +437,7 @@ class Parts:
         """Answer the new server of a part; one that comes before the present one in the ring has failed."""
         if (rank - part) % self._ring >= (self._servers[part] - part) % self._ring:
             self._appoint(part, rank)
+            self._back.pop(part, None)  # is not held
             held, consumed = (self._of_part(part, r) for r in (self._granted, self.consumed))
             # where nobody knows the job's first epoch, all that knew have failed
             self._out.append((rank, Holds(part, held, consumed, self._begun or self._entered)))
@@ -431,7 +473,8 @@ class Parts:
         self._rates.pop(rank, None)
         for part, served in list(self._served.items()):
             served.answers.pop(rank, None)
-            back = without(served.granted.pop(rank, []), self.consumed)
-            served.free = merged(served.free, [r for r in back if r[0] // EPOCH in served.opened])
+            held = served.granted.get(rank, [])
+            self._free_again(served, rank, without(held, self.consumed))
+            served.granted.pop(rank, None)
             if rank in served.awaited:
                 self._has_answered(rank, part, served)

@@ -93,6 +93,7 @@ class Sharding:
         self._changed = threading.Condition()
         self._steps: dict[int, Steps] = {}
         self.epoch: int | None = None
+        self._left: int | None = None  # an epoch whose loop is over on this learner
         # steps of the epoch that are yielded, that were asked for, whose successor was asked for, that are
         # known as consumed here; batches that the optimizer had made before
         self.step = self._asked = self._done = self._consumed = self._made_before = 0
@@ -116,7 +117,7 @@ class Sharding:
             self._samples_before = self._samples(self.step)
             if self.epoch is not None and self._is_leader:
                 self._consume(self.step)
-                self._of(self.epoch).ended = True
+                self._leave(self.epoch)
                 self._append()
             self._steps = {e: s for e, s in self._steps.items() if e in (self.epoch, epoch)}
             self.epoch, self._made_before, self._is_reported = epoch, self._made() or 0, False
@@ -125,7 +126,13 @@ class Sharding:
             if self._is_leader:
                 self.parts.begin(epoch)
             self._turn()
-        return iter(self.next, [])
+        return self._loop(epoch)
+
+    def _loop(self, epoch: int) -> Iterator[Ranges]:
+        try:
+            yield from iter(self.next, [])
+        finally:  # also if the script breaks its loop; the garbage collector may call this: no lock
+            self._left = epoch
 
     def next(self) -> Ranges:
         """Return this learner's positions of its next step; [] after the last."""
@@ -229,6 +236,8 @@ class Sharding:
                 self.parts.rate = self.parts.step / step_s
                 ahead = math.ceil(2 * self.parts.answer_s / step_s)  # steps, until an answer comes
                 self.parts.lead = self.parts.step * max(1, ahead)
+            if self.epoch is not None and self._left == self.epoch:
+                self._leave(self.epoch)
             self._append()
             for i, message in self.parts.poll(time.monotonic()):
                 number = None if isinstance(message, Consumed) else 1  # all may be asked for it
@@ -269,6 +278,11 @@ class Sharding:
         if self.epoch is not None and steps > self._consumed:
             self.parts.consume(self._of(self.epoch).made(self._consumed, steps))
             self._consumed = steps
+
+    def _leave(self, epoch: int) -> None:
+        """Let the other super learners have what this one was given of an epoch and does not take."""
+        self.parts.leave(self._of(epoch).end(self.step))
+        self._left = None
 
     def _append(self) -> None:
         """Take the positions that the learners of this super learner need, and send them."""

@@ -35,6 +35,13 @@ class Steps:
                 self._ranges.append((start, stop))
             self.number += stop - start
 
+    def end(self, step: int) -> Ranges:
+        """End before a step; return the positions appended for it and later ones, except dropped ones."""
+        first = step * self._learners * self._each
+        rest = [] if self.of_step(step, 0) == [] else self.between(first, self.number)
+        self.number, self.ended = min(self.number, first), True
+        return rest
+
     def samples(self, step: int) -> int:
         """Return how many samples the job had made when the first position of a step was appended."""
         first = step * self._learners * self._each

@@ -229,7 +229,8 @@ class DynamicSampler(_Dynamic, Sampler[int]):
 
     Instead of DistributedSampler, which gives all learners equally many. Every index of an epoch goes to one
     learner. No step waits for another super learner, and all end the epoch within about a step of each other.
-    What a super learner has not trained with when it fails goes to the others, if need be in the next epoch.
+    What a super learner has not trained with when it fails, or not asked for when its loop ends early, goes
+    to the others, if need be in the next epoch.
     The last step of a super learner of several learners is filled up by repeating an index.
     With a strategy whose super learners wait for each other, all learners get equally many.
 

@@ -151,6 +151,13 @@ def test_what_a_raising_one_held_goes_to_the_others_in_the_last_epoch(tmp_path: 
     assert set(whole) == set(range(SIZE)) and min(whole.values()) >= 2, result.report()
 
 
+def test_what_one_held_that_breaks_its_loop_goes_to_the_others(tmp_path: Path) -> None:
+    """Within the epoch, although the learner neither begins another nor leaves the job."""
+    result = run(tmp_path, [0.03, 0.005, 0.03], epochs=2, variables={"BREAKS": "1"})
+    assert result.checked().by_rank()[1]["held"], result.report()
+    assert counts(tmp_path, [0, 1, 2]) == dict.fromkeys(range(SIZE), 2)
+
+
 def test_samplers_that_differ_are_refused(tmp_path: Path) -> None:
     """Else some samples would be given twice and some never."""
     result = run(tmp_path, 3 * [0.05], epochs=40, variables={"SEEDS": "differ"})

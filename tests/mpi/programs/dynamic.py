@@ -1,6 +1,7 @@
 """Train with DynamicSampler; steps wait. Arguments: folder, epochs, seconds per step by rank, victims.
 With SEEDS set, seeds differ. With SHARDS set, each index is the URL of a shard, for one step. INSIDE: ddp,
-or fsdp2. SIZE: of the dataset. With SAVE set, a checkpoint of the mean is saved after each epoch.
+or fsdp2. SIZE: of the dataset. With SAVE set, a checkpoint of the mean is saved after each epoch. Rank BREAKS
+leaves the loop of the last epoch when it holds positions that it has not taken, and enters the mean.
 
 A learner leaves what it has trained with in a file: a line per step, with its epoch, indices and
 hvd.progress(). A victim sends itself SIGNAL in its second epoch, once all others are known to be in theirs; a
@@ -63,6 +64,7 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.barrier()
     begun, steps, ends, averaged = time.monotonic(), [], [], []
+    breaks, held = epochs - 1 if os.environ.get("BREAKS") == str(hvd.rank()) else None, None
     with (folder / f"{hvd.rank()}.steps").open("w", buffering=1) as out:
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
@@ -87,6 +89,8 @@ def main() -> None:
                 optimizer.step()
                 out.write(json.dumps([epoch, batch.tolist(), hvd.progress().samples]) + "\n")
                 steps.append(time.monotonic() - at)
+                if epoch == breaks and (held := list(sampler._sharding.parts._ready)):
+                    break
             ends.append(time.monotonic() - begun)
             with hvd.averaged(model):
                 if "SAVE" in os.environ and hvd.is_coordinator():
@@ -100,6 +104,7 @@ def main() -> None:
         "longest_s": max(steps),
         "ends": ends,
         "averaged": averaged,
+        "held": held,
     }
     say(**said, length=len(loader), state=state)
 
