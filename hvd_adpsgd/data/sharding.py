@@ -184,7 +184,8 @@ class Sharding:
     def samples(self) -> int:
         """Return how many samples the job has made: the same on all learners of this super learner.
 
-        Their leader sends its count with the positions of a step; it is that of the newest step made here.
+        Their leader sends its count with the positions of a step; it is that of the newest step made here. In
+        an epoch without a step, each learner counts what is reported to it.
         """
         with self._changed:
             made = self._made()
@@ -194,9 +195,9 @@ class Sharding:
 
     def _samples(self, made: int) -> int:
         step = min(made, self.step) - 1
-        if self.epoch is None or step < 0:
-            return self._samples_before
-        return self._of(self.epoch).samples(step)
+        if self.epoch is None or not (steps := self._of(self.epoch)).number:  # no step: the others'
+            return max(self._samples_before, count(self.parts.consumed))
+        return self._samples_before if step < 0 else steps.samples(step)
 
     def _of(self, epoch: int) -> Steps:
         if epoch not in self._steps:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.data import samplers
+from hvd_adpsgd.data.parts import Consumed
 from hvd_adpsgd.data.ranges import EPOCH, count
 from hvd_adpsgd.data.sharding import Appended, Sharding, View
 from hvd_adpsgd.data.steps import Steps
@@ -169,6 +170,17 @@ def test_prefetching_is_not_taken_for_speed() -> None:
         time.sleep(0.01)
         next(steps[0])
     assert 0 < leader.parts.rate < 8 / 0.01
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_learner_without_a_step_counts_what_others_report(rank: int) -> None:
+    sharding = Sharding(rank, [[0, 1], [2]], 2, lambda: None, lambda _: 12, 4, False, lambda: 0)
+    view = View([[0, 1], [2]], frozenset((0, 1)))
+    sharding.talk(view, [])
+    sharding.begin(0)
+    for reported in (4, 8):
+        sharding.talk(view, [(2, Consumed([(0, reported)], 1.0, 2, []))])
+        assert sharding.samples() == reported
 
 
 @pytest.mark.parametrize("drops", [False, True])
