@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hvd_adpsgd.data.ranges import EPOCH, Ranges, count, merged, split, without
+from hvd_adpsgd.data.ranges import EPOCH, Ranges, add, count, merged, split, without
 
 # between two reports of what was consumed: the interval per super learner, so that one sends 20 messages per
 # second at most, and the longest
@@ -116,7 +116,7 @@ class Parts:
         epoch, ended: the epoch that this super learner is in; whether nothing is left of it here.
         step, lead: positions per step; it asks when it has fewer than `lead`.
         rate: positions that it consumes per second; 0 if that is not known yet.
-        consumed: positions known as consumed by any super learner.
+        consumed, samples: positions known as consumed by any super learner; how many these are.
         answer_s: usual time until an answer.
     """
 
@@ -126,6 +126,7 @@ class Parts:
         self.ended, self.rate = False, 0.0
         self.step = self.lead = 1
         self.consumed: Ranges = []
+        self.samples = 0
         self.answer_s = _FIRST_ANSWER_S
         self._founds = parts is not None
         self._begun: set[int] = set()  # epochs known to be begun; none before the job's first
@@ -158,6 +159,9 @@ class Parts:
         if self._begun or any(self._settled()):  # servers have asked the living
             self._learn({epoch})
         self._left.clear()
+        self._granted = without(self._granted, self.consumed)  # else it grows with each epoch
+        for served in self._served.values():
+            served.granted = {r: without(g, self.consumed) for r, g in served.granted.items()}
         self._asks = {
             p: asked for p, asked in self._asks.items() if asked[0].wanted or asked[0].back
         }
@@ -175,9 +179,10 @@ class Parts:
             return []
         taken, self._ready = split(self._ready, number)
         for served in self._settled():
-            own = self._grant(served, self.me, self.epoch, number - count(taken))
-            self._granted = merged(self._granted, own)
-            taken = taken + own
+            if (missing := number - count(taken)) > 0:
+                own = self._grant(served, self.me, self.epoch, missing)
+                add(self._granted, own)
+                taken = taken + own
         return taken
 
     def available(self) -> int:
@@ -186,8 +191,12 @@ class Parts:
 
     def consume(self, ranges: Ranges) -> None:
         """Note positions that the optimizer has stepped with."""
-        self.consumed = merged(self.consumed, ranges)
-        self._news = merged(self._news, ranges)
+        self.note(ranges)
+        add(self._news, ranges)
+
+    def note(self, ranges: Ranges) -> None:
+        """Note positions that a super learner has consumed."""
+        self.samples += add(self.consumed, ranges)
 
     def members(
         self, living: Collection[int], ring: int, joined: Collection[int] = (), anew: bool = False
@@ -212,7 +221,7 @@ class Parts:
 
     def _send_again(self) -> None:
         """Send all again that may have been lost with the former connections."""
-        self._news = self.consumed
+        self._news = self.consumed.copy()
         self.report()
         for ask, _ in self._asks.values():
             self._out.append((self._servers[ask.part], ask))
@@ -306,7 +315,7 @@ class Parts:
             return  # repeated, or of a server before this one
         del self._asks[message.part]
         self.answer_s += _NEWEST * (now - asked_at - self.answer_s)
-        self._granted = merged(self._granted, message.ranges)
+        add(self._granted, message.ranges)
         if self.ended or ask.epoch != self.epoch:
             self._give_back(message.ranges)
         else:
@@ -330,7 +339,7 @@ class Parts:
         served.free = merged(served.free, back)
 
     def _note(self, rank: int, message: Consumed) -> None:
-        self.consumed = merged(self.consumed, message.ranges)
+        self.note(message.ranges)
         self._ended = merged(self._ended, message.ended)
         self._rates[rank] = message.rate
         if message.parts is None:
@@ -387,7 +396,7 @@ class Parts:
         """Take free positions for super learner `rank`, which is in `epoch`: those of older epochs first."""
         given, _ = split(self._free(served, epoch), number)
         served.free = without(served.free, given)
-        served.granted[rank] = merged(served.granted.get(rank, []), given)
+        add(served.granted.setdefault(rank, []), given)
         return given
 
     def _free(self, served: _Served, epoch: int | None) -> Ranges:
@@ -446,7 +455,7 @@ class Parts:
         served = self._served.get(message.part)
         if served is not None and rank in served.awaited:
             served.granted[rank] = message.granted
-            self.consumed = merged(self.consumed, message.consumed)
+            self.note(message.consumed)
             self._learn(message.begun)
             self._has_answered(rank, message.part, served)
 

@@ -1,5 +1,6 @@
 """Sets of positions of all epochs: disjoint pairs (start, stop). Position i of epoch e is EPOCH * e + i."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 EPOCH = 2**48
@@ -9,12 +10,22 @@ Ranges = list[tuple[int, int]]
 def merged(*sets: Iterable[tuple[int, int]]) -> Ranges:
     """Return the union of sets of positions, sorted."""
     union: Ranges = []
-    for start, stop in sorted(pair for ranges in sets for pair in ranges):
-        if union and start <= union[-1][1]:
-            union[-1] = union[-1][0], max(stop, union[-1][1])
-        elif start < stop:
-            union.append((start, stop))
+    for ranges in sets:
+        add(union, ranges)
     return union
+
+
+def add(union: Ranges, ranges: Iterable[tuple[int, int]]) -> int:
+    """Add positions to a sorted set of them, in place; return how many it did not have."""
+    added = 0
+    for start, stop in ranges:
+        i, j = bisect_left(union, (start, 0)), bisect_left(union, (stop + 1, 0))
+        i -= i > 0 and union[i - 1][1] >= start
+        if i < j:
+            start, stop = min(start, union[i][0]), max(stop, union[j - 1][1])
+        added += stop - start - count(union[i:j])
+        union[i:j] = [(start, stop)]
+    return added
 
 
 def without(ranges: Ranges, taken: Ranges) -> Ranges:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hvd_adpsgd.data.parts import Consumed, Parts
-from hvd_adpsgd.data.ranges import Ranges, count, merged
+from hvd_adpsgd.data.ranges import Ranges, merged
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import StrategyMismatchError
 
@@ -196,7 +196,7 @@ class Sharding:
     def _samples(self, made: int) -> int:
         step = min(made, self.step) - 1
         if self.epoch is None or not (steps := self._of(self.epoch)).number:  # no step: the others'
-            return max(self._samples_before, count(self.parts.consumed))
+            return max(self._samples_before, self.parts.samples)
         return self._samples_before if step < 0 else steps.samples(step)
 
     def _of(self, epoch: int) -> Steps:
@@ -226,7 +226,7 @@ class Sharding:
             sender = next(i for i, group in enumerate(self._view.groups) if rank in group)
             self.parts.receive(sender, message, time.monotonic())
         elif isinstance(message, Consumed):
-            self.parts.consumed = merged(self.parts.consumed, message.ranges)
+            self.parts.note(message.ranges)
 
     def _turn(self) -> None:
         """Take positions that are needed, and make the messages that are due."""
@@ -243,7 +243,8 @@ class Sharding:
             for i, message in self.parts.poll(time.monotonic()):
                 number = None if isinstance(message, Consumed) else 1  # all may be asked for it
                 self._out += [(rank, message) for rank in self._view.groups[i][:number]]
-            self._append()
+            if self.parts.ended:
+                self._append()
         if self._out:
             self._wake()
 
@@ -294,7 +295,7 @@ class Sharding:
             needed = max(self._asked, self._wanted[self.epoch]) * self.parts.step - steps.number
             if needed > 0 and (taken := self.parts.take(needed)):
                 self._count()
-                steps.marks.append((steps.number, count(self.parts.consumed)))
+                steps.marks.append((steps.number, self.parts.samples))
                 steps.append(taken)
             steps.ended = self.parts.ended
         first, ended = self._sent.get(self.epoch, (0, False))

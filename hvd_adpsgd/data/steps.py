@@ -69,8 +69,9 @@ class Steps:
                 return []
             each = -(-left // self._learners)
         ranges = self.between(first + learner * each, first + (learner + 1) * each)
-        missing = each - count(ranges)
-        return ranges + missing * self.between(self.number - 1, self.number)
+        if missing := each - count(ranges):
+            ranges += missing * self.between(self.number - 1, self.number)
+        return ranges
 
     def made(self, first: int, end: int) -> Ranges:
         """Return all positions of the steps `first` to `end` - 1."""
