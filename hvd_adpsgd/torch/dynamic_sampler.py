@@ -111,7 +111,10 @@ class _Dynamic:
         return {**self._identity, "epoch": epoch - bool(left), "left": left or None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called, with any number of learners; all load the same state."""
+        """Continue where `state_dict` was called, with any number of learners; all load the same state.
+
+        To go back in the same process, all make a new sampler, and load the state into it.
+        """
         other = {key: state.get(key) for key in self._identity}
         if other != self._identity:
             raise StrategyMismatchError(
@@ -158,7 +161,7 @@ class _Dynamic:
         if epoch in self._begun or epoch < min(self._begun, default=epoch):
             raise ConfigError(
                 f"{doing}: the first one was {min(self._begun)}, and each is begun once. Call set_epoch with "
-                "numbers that grow, or never."
+                "numbers that grow, or never. To go back, load the state into a new sampler on all learners."
             )
         if self._ends and epoch + 1 >= len(self._ends):
             raise ConfigError(
