@@ -648,7 +648,8 @@ def test_many_admissions_need_no_memory_for_engines_that_have_left() -> None:
     ))  # fmt: skip
     outcome = run.run()
     assert outcome.joined == 6
-    assert len(run._job.made()) < 8 + 6 + 8 + 8  # now, failed ones, and of the last two admissions
+    # now, failed ones, and of the last three admissions: messages of engines that have left may still travel
+    assert len(run._job.made()) < 8 + 6 + 8 + 8 + 8
     assert sum(outcome.staleness) > 3.3 * sum(outcome.steps)  # the counts of freed engines are kept
 
 
