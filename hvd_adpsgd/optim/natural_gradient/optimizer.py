@@ -84,7 +84,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | list[dict[str, Any]],
         lr: float = 1e-3,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
@@ -99,12 +99,11 @@ class NaturalGradientSGD(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         scaler: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"NaturalGradientSGD: model={type(model).__name__} must be a torch.nn.Module: the inputs and "
-                "derivatives of its modules are needed, not parameters alone. Pass the model, and params= to "
-                "train a part of it."
-            )
+        self._curvature: _Curvature
+        if not isinstance(model, nn.Module):  # Horovod makes a second instance, of param_groups
+            self._curvature = _found(model)
+            super().__init__(model, dict(self._curvature.defaults))
+            return
         _require_ranges(lr, momentum, weight_decay, max_change, max_change_per_component)
         require_options(alpha=alpha, history=history, update_period=update_period)
         for name, rank in (("rank_in", rank_in), ("rank_out", rank_out)):
@@ -116,7 +115,7 @@ class NaturalGradientSGD(torch.optim.Optimizer):
             unit=functools.partial(_unit, scaler),
         )  # fmt: skip
         limits = max_change_per_component, max_change
-        self._curvature = _Curvature(model, make, limits)
+        self._curvature = _Curvature(model, defaults, make, limits)
         chosen = [p for p in model.parameters() if p.requires_grad] if params is None else params
         super().__init__(chosen, dict(defaults))
         self._curvature.say_what_falls_back(self._parameters())
@@ -199,20 +198,22 @@ class NaturalGradientSGD(torch.optim.Optimizer):
 
 
 class _Curvature:
-    """The affine maps that an optimizer preconditions; shared with the wrapped optimizer.
+    """The affine maps that an optimizer preconditions; shared with the optimizer instance that Horovod makes.
 
     Attributes:
         taps: by name of the map, its Tap.
+        defaults: default lr, momentum and weight_decay of the optimizer.
         limits: largest 2-norm of a step, per component and for all parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        defaults: dict[str, Any],
         make: Callable[..., Tap],
         limits: tuple[float, float],
     ) -> None:
-        self.limits = limits
+        self.defaults, self.limits = defaults, limits
         self.taps: dict[str, Tap] = {}
         self._make = make
         self._modules = dict(model.named_modules())
@@ -226,6 +227,7 @@ class _Curvature:
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Precondition the modules of the model whose weights are among `parameters`: make a Tap for each."""
         wanted = {id(p) for p in parameters}
+        _natural.update(dict.fromkeys(wanted, self))
         for name, module in self._modules.items():
             mine = {id(p) for p in _direct_parameters(module)}
             if not mine & wanted or any(self._owners[key] > 1 for key in mine):
@@ -302,6 +304,23 @@ class _Curvature:
             )
         for name, tap in self.taps.items():
             tap.load_state_dict(state[name])
+
+
+_natural: weakref.WeakValueDictionary[int, _Curvature] = weakref.WeakValueDictionary()
+
+
+def _found(groups: Any) -> _Curvature:
+    """Return the Taps of the user's optimizer over these param_groups, for Horovod's second instance."""
+    if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+        for parameter in (p for group in groups for p in group["params"]):
+            curvature = _natural.get(id(parameter))
+            if curvature is not None:
+                return curvature
+    raise ConfigError(
+        f"NaturalGradientSGD: model={type(groups).__name__} must be a torch.nn.Module: the inputs and "
+        "derivatives of its modules are needed, not parameters alone. Pass the model, and params= to "
+        "train a part of it."
+    )
 
 
 def _unit(scaler: Any) -> float:
