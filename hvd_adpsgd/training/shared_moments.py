@@ -243,7 +243,8 @@ class SharedMoments(SharedMomentum):
                     self._forget(i)
                 continue
             step, is_new = its["step"], not self._steps[i]
-            if first is not None and self._take(i, its):
+            if first is not None and its[first] is not self._moment[i]:
+                self._take(i, its)
                 is_new = True
             if reads or is_new or not _is_on_device(step):
                 self._steps[i] = int(step)

@@ -150,24 +150,21 @@ class SharedMomentum(UpdateRule):
         i, key = self._of[place]
         its = state.get(self.model[i], {})
         if its.get(key) is not None:
-            self._take(place, its)
+            if its[key] is not self._moment[place]:
+                self._take(place, its)
             self._held.add(place)
         elif place in self._held:  # the state was emptied
             self._held.remove(place)
             if not self.received:
                 self._moment[place].zero_()
 
-    def _take(self, place: int, state: Any) -> bool:
-        """Put a moment into a parameter's state; return whether another one was there."""
+    def _take(self, place: int, state: Any) -> None:
+        """Put a moment into a parameter's state, in the place of another one."""
         i, key = self._of[place]
-        moment = self._moment[place]
-        if state[key] is moment:
-            return False
         self._require_shapes(i, state)
         if not self.received:
-            moment.copy_(state[key])
-        state[key] = moment
-        return True
+            self._moment[place].copy_(state[key])
+        state[key] = self._moment[place]
 
     def _require_shapes(self, i: int, state: dict[str, Any]) -> None:
         """Raise ModelMismatchError if a moment of parameter `i` was loaded with another shape than it has."""

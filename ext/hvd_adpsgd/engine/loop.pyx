@@ -592,7 +592,7 @@ cdef class Loop:
     def oldest_step(self, int64_t step, config):
         """Return the oldest step of which a snapshot may be in flight when `step` is published."""
         # corrections that exchanges compute after publish() reach the parameters one step later
-        return step + 1 - config.max_staleness if config.bounds_staleness else 0
+        return 0 if config.max_staleness is None else step + 1 - config.max_staleness
 
     def wait_fresh(self, int64_t step, config):
         """Wait until no snapshot in flight is too old for `step`. Return False if not within deadline_s."""
