@@ -58,21 +58,31 @@ int64_t adpsgd_codes_nbytes(int format, int64_t n) {
 /* ---- one block ------------------------------------------------------------------------------ */
 
 /* The largest size of a number. */
-#define LARGEST(N, A, U, SIZE)                                                                \
-  ADPSGD_VECTOR static double largest_##N(const A *restrict x, int64_t n) {                   \
-    U largest = 0, u;                                                                         \
-    A found;                                                                                  \
-    for (int64_t i = 0; i < n; i++) {                                                         \
-      memcpy(&u, &x[i], sizeof u);                                                            \
-      u &= SIZE;                                                                              \
-      largest = u > largest ? u : largest;                                                    \
-    }                                                                                         \
-    memcpy(&found, &largest, sizeof found);                                                   \
-    return found;                                                                             \
+ADPSGD_VECTOR static double largest_f32(const float *restrict x, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t u;
+    memcpy(&u, &x[i], sizeof u);
+    u &= 0x7FFFFFFFu;
+    largest = u > largest ? u : largest;
   }
+  float found;
+  memcpy(&found, &largest, sizeof found);
+  return found;
+}
 
-LARGEST(f32, float, uint32_t, 0x7FFFFFFFu)
-LARGEST(f64, double, uint64_t, 0x7FFFFFFFFFFFFFFFu)
+ADPSGD_VECTOR static double largest_f64(const double *restrict x, int64_t n) {
+  uint64_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint64_t u;
+    memcpy(&u, &x[i], sizeof u);
+    u &= 0x7FFFFFFFFFFFFFFFu;
+    largest = u > largest ? u : largest;
+  }
+  double found;
+  memcpy(&found, &largest, sizeof found);
+  return found;
+}
 
 /* q = round(x first second) modulo 2^22 or more, in two's complement: the sum's last bits are the integer. */
 ADPSGD_VECTOR static void grid_f32(int32_t *restrict q, const float *restrict x, float first, float second,

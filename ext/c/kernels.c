@@ -171,6 +171,43 @@ static void fence(int stream) {
     }                                                                                         \
     return bad != 0;                                                                          \
   }                                                                                           \
+  /* c (+)= w (x - y) / 2. Returns the sum of the squares of (x - y) / 2, which may overflow. */ \
+  ADPSGD_VECTOR static double differ_##A(A *restrict c, const A *restrict x,                  \
+                                         const A *restrict y, A w, int64_t n, int fresh) {    \
+    const A half = (A)0.5;                                                                    \
+    A square = 0;                                                                             \
+    if (fresh) {                                                                              \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        const A d = half * x[i] - half * y[i];                                                \
+        square += d * d;                                                                      \
+        c[i] = w * d;                                                                         \
+      }                                                                                       \
+    } else {                                                                                  \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        const A d = half * x[i] - half * y[i];                                                \
+        square += d * d;                                                                      \
+        c[i] = c[i] + w * d;                                                                  \
+      }                                                                                       \
+    }                                                                                         \
+    return (double)square;                                                                    \
+  }                                                                                           \
+  /* c (+)= w h. Returns the sum of the squares of h, which may overflow. */                  \
+  ADPSGD_VECTOR static double weigh_##A(A *restrict c, const A *restrict h, A w, int64_t n,   \
+                                        int fresh) {                                          \
+    A square = 0;                                                                             \
+    if (fresh) {                                                                              \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        square += h[i] * h[i];                                                                \
+        c[i] = w * h[i];                                                                      \
+      }                                                                                       \
+    } else {                                                                                  \
+      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
+        square += h[i] * h[i];                                                                \
+        c[i] = c[i] + w * h[i];                                                               \
+      }                                                                                       \
+    }                                                                                         \
+    return (double)square;                                                                    \
+  }                                                                                           \
   /* The sum of the squares of x - y; `y` may be NULL. */                                     \
   static double square_##A(const A *x, const A *y, int64_t n) {                               \
     double square = 0;                                                                        \
@@ -181,35 +218,8 @@ static void fence(int stream) {
     return square;                                                                            \
   }
 
-/* c (+)= w D. Returns the sum of the squares of D, which may overflow. */
-#define ADD_WEIGHTED(NAME, A, D)                                                              \
-  ADPSGD_VECTOR static double NAME##_##A(A *restrict c, const A *restrict x, const A *restrict y, A w, int64_t n, \
-                                         int fresh) {                                         \
-    const A half = (A)0.5;                                                                    \
-    A square = 0;                                                                             \
-    (void)half, (void)y;                                                                      \
-    if (fresh) {                                                                              \
-      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
-        const A d = D;                                                                        \
-        square += d * d;                                                                      \
-        c[i] = w * d;                                                                         \
-      }                                                                                       \
-    } else {                                                                                  \
-      _Pragma("omp simd reduction(+ : square)") for (int64_t i = 0; i < n; i++) {             \
-        const A d = D;                                                                        \
-        square += d * d;                                                                      \
-        c[i] = c[i] + w * d;                                                                  \
-      }                                                                                       \
-    }                                                                                         \
-    return (double)square;                                                                    \
-  }
-
 BLOCKS(f32)
 BLOCKS(f64)
-ADD_WEIGHTED(differ, f32, half * x[i] - half * y[i])
-ADD_WEIGHTED(differ, f64, half * x[i] - half * y[i])
-ADD_WEIGHTED(weigh, f32, x[i])
-ADD_WEIGHTED(weigh, f64, x[i])
 
 /* Call the variant of f for a type of sums. */
 #define SUMS(type, f, ...) ((type) == ADPSGD_FLOAT64 ? f##_f64(__VA_ARGS__) : f##_f32(__VA_ARGS__))
@@ -283,6 +293,33 @@ int adpsgd_snapshot(int dtype, int wire, void *out, const void *mirror, const vo
   return bad;
 }
 
+/* Computes half of the difference, because the difference of two finite numbers may be infinite; doubling
+ * the weight makes no rounding error. Partial sums over blocks keep float32 accumulation accurate and
+ * vectorised. */
+double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent,
+                    double weight, int64_t n, int fresh, int stream) {
+  const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
+  const int64_t whole = block_of(sums);
+  Block block, first, second;
+  double total = 0;
+  for (int64_t start = 0; start < n; start += whole) {
+    const int64_t count = n - start < whole ? n - start : whole;
+    if (stream) {
+      ahead(after(received, start + whole, from), whole * from);
+      ahead(after(sent, start + whole, from), whole * from);
+    }
+    const void *r = widened(sums, wire, &first, after(received, start, from), count);
+    const void *s = widened(sums, wire, &second, after(sent, start, from), count);
+    char *place = (char *)correction + start * to;
+    void *near = fresh && stream ? (void *)&block : place;
+    const double square = SUMS(sums, differ, near, r, s, 2 * weight, count, fresh);
+    if (near != (void *)place) stream_copy(place, near, (size_t)(count * to));
+    total += square <= 1e38 ? 4 * square : SUMS(sums, square, r, s, count);
+  }
+  fence(stream);
+  return total;
+}
+
 /* Return one block of a model in the type of sums: in place, or computed into `copy`. */
 static const void *model_block(const adpsgd_model *model, int sums, Block *copy, int64_t start, int64_t n) {
   const int wide = adpsgd_itemsize(sums), size = adpsgd_itemsize(model->dtype);
@@ -336,43 +373,24 @@ int adpsgd_half_difference(int sums, int wire, void *half, const adpsgd_model *m
   return bad;
 }
 
-/* correction (+)= weight (x - y), or 2 weight x if `y` is NULL. Returns the sum of squares of x - y or 2 x.
- *
- * Computes half of the difference, because the difference of two finite numbers may be infinite; doubling the
- * weight makes no rounding error. Partial sums over blocks keep float32 accumulation accurate and vectorised. */
-INLINE double merge_blocks(int dtype, int wire, void *correction, const void *x, const void *y, double weight,
-                           int64_t n, int fresh, int stream) {
+/* Computes as adpsgd_merge does, from half of the difference. */
+double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight,
+                         int64_t n, int fresh, int stream) {
   const int sums = adpsgd_slot_dtype(dtype), from = adpsgd_itemsize(wire), to = adpsgd_itemsize(sums);
   const int64_t whole = block_of(sums);
-  Block block, first, second;
-  double total = 0, square;
+  Block block, wide;
+  double total = 0;
   for (int64_t start = 0; start < n; start += whole) {
     const int64_t count = n - start < whole ? n - start : whole;
-    if (stream && y) {
-      ahead(after(x, start + whole, from), whole * from);
-      ahead(after(y, start + whole, from), whole * from);
-    }
-    const void *a = widened(sums, wire, &first, after(x, start, from), count);
-    const void *b = y ? widened(sums, wire, &second, after(y, start, from), count) : NULL;
+    const void *h = widened(sums, wire, &wide, after(half, start, from), count);
     char *place = (char *)correction + start * to;
     void *near = fresh && stream ? (void *)&block : place;
-    if (b) square = SUMS(sums, differ, near, a, b, 2 * weight, count, fresh);
-    else square = SUMS(sums, weigh, near, a, b, 2 * weight, count, fresh);
+    const double square = SUMS(sums, weigh, near, h, 2 * weight, count, fresh);
     if (near != (void *)place) stream_copy(place, near, (size_t)(count * to));
-    total += square <= 1e38 ? 4 * square : (b ? 1 : 4) * SUMS(sums, square, a, b, count);
+    total += 4 * (square <= 1e38 ? square : SUMS(sums, square, h, (const void *)NULL, count));
   }
   fence(stream);
   return total;
-}
-
-double adpsgd_merge(int dtype, int wire, void *correction, const void *received, const void *sent, double weight,
-                    int64_t n, int fresh, int stream) {
-  return merge_blocks(dtype, wire, correction, received, sent, weight, n, fresh, stream);
-}
-
-double adpsgd_merge_half(int dtype, int wire, void *correction, const void *half, double weight, int64_t n, int fresh,
-                         int stream) {
-  return merge_blocks(dtype, wire, correction, half, NULL, weight, n, fresh, stream);
 }
 
 /* rest = x - q where the rounded q is finite, else 0. Returns whether any number of rest is not 0. */
@@ -498,19 +516,24 @@ double adpsgd_merge_mean(int dtype, void *slot, const void *sum, const void *own
 }
 
 /* A large number has one of the two largest exponents; infinity and NaN have the largest. */
-#define ANY_LARGE(A, LARGE)                                                                   \
-  ADPSGD_VECTOR static int any_large_##A(const A *restrict x, int64_t n) {                    \
-    FLAG_##A found = 0, u;                                                                    \
-    for (int64_t i = 0; i < n; i++) {                                                         \
-      memcpy(&u, &x[i], sizeof u);                                                            \
-      found |= (u & LARGE) == LARGE;                                                          \
-    }                                                                                         \
-    return found != 0;                                                                        \
+ADPSGD_VECTOR static int any_large_f32(const f32 *restrict x, int64_t n) {
+  uint32_t found = 0, u;
+  for (int64_t i = 0; i < n; i++) {
+    memcpy(&u, &x[i], sizeof u);
+    found |= (u & 0x7F000000u) == 0x7F000000u;
   }
+  return found != 0;
+}
 
-ANY_LARGE(f32, 0x7F000000u)
-ANY_LARGE(f64, 0x7FE0000000000000u)
+ADPSGD_VECTOR static int any_large_f64(const f64 *restrict x, int64_t n) {
+  uint64_t found = 0, u;
+  for (int64_t i = 0; i < n; i++) {
+    memcpy(&u, &x[i], sizeof u);
+    found |= (u & 0x7FE0000000000000u) == 0x7FE0000000000000u;
+  }
+  return found != 0;
+}
 
 int adpsgd_any_large(int dtype, const void *numbers, int64_t n) {
-  return SUMS(dtype, any_large, numbers, n);
+  return dtype == ADPSGD_FLOAT64 ? any_large_f64(numbers, n) : any_large_f32(numbers, n);
 }

@@ -78,34 +78,57 @@ ADPSGD_VECTOR static void narrow_f16_plain(uint16_t *restrict out, const float *
 /* ---- float16, by the processor's own conversions (F16C), which compilers do not use for such loops ---- */
 
 #ifdef HAS_F16C
-/* V: a vector of COUNT numbers; P: prefix of its operations; T, H, S: of their 16-bit form. */
-#define F16C(NAME, TARGET, COUNT, V, P, T, H, S)                                                                  \
-  __attribute__((target(TARGET))) static int64_t widen_f16_##NAME(float *out, const uint16_t *in, int64_t n) {    \
-    int64_t i = 0;                                                                                                \
-    for (; i + COUNT <= n; i += COUNT)                                                                            \
-      P##storeu_ps(out + i, P##cvtph_ps(H##loadu_##S((const T *)(in + i))));                                      \
-    return i;                                                                                                     \
-  }                                                                                                               \
-  __attribute__((target(TARGET))) static int64_t narrow_f16_##NAME(uint16_t *out, const float *in, int64_t n) {   \
-    int64_t i = 0;                                                                                                \
-    for (; i + COUNT <= n; i += COUNT)                                                                            \
-      H##storeu_##S((T *)(out + i), P##cvtps_ph(P##loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));                 \
-    return i;                                                                                                     \
-  }                                                                                                               \
-  __attribute__((target(TARGET))) static int64_t half_f16_##NAME(uint16_t *out, const uint16_t *x,                \
-                                                                 const uint16_t *y, int64_t n) {                  \
-    const V half = P##set1_ps(0.5f);                                                                              \
-    int64_t i = 0;                                                                                                \
-    for (; i + COUNT <= n; i += COUNT) {                                                                          \
-      const V a = P##mul_ps(half, P##cvtph_ps(H##loadu_##S((const T *)(x + i))));                                 \
-      const V b = P##mul_ps(half, P##cvtph_ps(H##loadu_##S((const T *)(y + i))));                                 \
-      H##storeu_##S((T *)(out + i), P##cvtps_ph(P##sub_ps(a, b), _MM_FROUND_TO_NEAREST_INT));                     \
-    }                                                                                                             \
-    return i;                                                                                                     \
-  }
+__attribute__((target("avx512f"))) static int64_t widen_f16_wide(float *out, const uint16_t *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + i))));
+  return i;
+}
 
-F16C(wide, "avx512f", 16, __m512, _mm512_, __m256i, _mm256_, si256)
-F16C(half, "avx,f16c", 8, __m256, _mm256_, __m128i, _mm_, si128)
+__attribute__((target("avx512f"))) static int64_t narrow_f16_wide(uint16_t *out, const float *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((__m256i *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) static int64_t widen_f16_half(float *out, const uint16_t *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) static int64_t narrow_f16_half(uint16_t *out, const float *in, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+  return i;
+}
+
+__attribute__((target("avx512f"))) static int64_t half_f16_wide(uint16_t *out, const uint16_t *x, const uint16_t *y,
+                                                                int64_t n) {
+  const __m512 half = _mm512_set1_ps(0.5f);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m512 a = _mm512_mul_ps(half, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(x + i))));
+    const __m512 b = _mm512_mul_ps(half, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(y + i))));
+    _mm256_storeu_si256((__m256i *)(out + i), _mm512_cvtps_ph(_mm512_sub_ps(a, b), _MM_FROUND_TO_NEAREST_INT));
+  }
+  return i;
+}
+
+__attribute__((target("avx,f16c"))) static int64_t half_f16_half(uint16_t *out, const uint16_t *x, const uint16_t *y,
+                                                                 int64_t n) {
+  const __m256 half = _mm256_set1_ps(0.5f);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256 a = _mm256_mul_ps(half, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + i))));
+    const __m256 b = _mm256_mul_ps(half, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(y + i))));
+    _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_sub_ps(a, b), _MM_FROUND_TO_NEAREST_INT));
+  }
+  return i;
+}
 #endif
 
 static void widen_f16(float *out, const uint16_t *in, int64_t n) {
