@@ -104,6 +104,9 @@ class _Dynamic:
         Any learner can call it alone. What was consumed in the last second may be repeated after a resume.
         """
         epoch, rest = self.epoch, self._unmade
+        if epoch in self._rest and epoch not in self._begun:  # loaded, not begun
+            left = self._rest[epoch].between(0, self._rest[epoch].number)
+            return {**self._identity, "epoch": epoch, "left": left}
         if self._sharding is not None and epoch - 1 in self._begun:
             first = EPOCH * (epoch - 1)
             rest = without([(first, first + self._size(epoch - 1))], self._sharding.consumed())
