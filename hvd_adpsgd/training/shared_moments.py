@@ -244,6 +244,8 @@ class SharedMoments(SharedMomentum):
                 continue
             step, is_new = its["step"], not self._steps[i]
             if first is not None and its[first] is not self._moment[i]:
+                for key in {self._kind.second, _LARGEST_V} & set(its):
+                    self._require_shape(i, key, its[key])
                 self._take(i, its)
                 is_new = True
             if reads or is_new or not _is_on_device(step):
@@ -445,8 +447,9 @@ def _seen(optimizer: torch.optim.Optimizer, parameters: Tensors, group: Group) -
 
 def _l2(optimizer: torch.optim.Optimizer, group: Group) -> float:
     """Return the factor with which the optimizer adds the parameter to its gradient."""
-    # older torch has no such entry in the groups of AdamW
-    decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW)
+    # older torch has no such entry in the groups of AdamW; classes of scripts may have none
+    unsaid = isinstance(optimizer, torch.optim.AdamW) or hasattr(optimizer, "second_moment_key")
+    decoupled = group.get("decoupled_weight_decay", unsaid)
     return 0.0 if decoupled else float(group.get("weight_decay", 0))
 
 

@@ -16,9 +16,7 @@ from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
 Group = dict[str, Any]
 Keys = Sequence[str]
-_KEYS: dict[str, Keys] = {
-    "Muon": ("momentum_buffer",)
-}  # by class of torch.optim, where torch has it
+_KEYS: dict[str, Keys] = {"Muon": ("momentum_buffer",)}  # by class of torch.optim
 _16_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -47,9 +45,11 @@ def momentum(optimizer: torch.optim.Optimizer) -> Momentum | str:
     seconds = [(second_of(optimizer, group), group["params"]) for group in groups]
     second = {id(p): key for key, parameters in seconds if key for p in parameters}
     if second and {len(each) for each in keys.values()} != {1}:
-        return f"{name} names not one momentum of each parameter beside second moments"
+        return f"{name} names second moments, and not exactly one momentum of each parameter"
     if len({(keys[p][0], key) for p, key in second.items()}) > 1:
-        return f"{name} names moments that Adam's law changes differently in its groups"
+        return f"{name} names second moments, or their momentum, differently between groups"
+    if any(key and "betas" not in group for group, (key, _) in zip(groups, seconds, strict=True)):
+        return f"{name} names a second moment in a group without betas"
     return Momentum(keys, second)
 
 
@@ -127,10 +127,13 @@ class SharedMomentum(UpdateRule):
         return list(self._moment)
 
     def reload(self) -> None:
-        self._adopt()
+        """Where the optimizer has other moments than before, average these in place."""
+        state = self._optimizer().state
+        for place in range(len(self._of)):
+            self._adopt_one(place, state)
 
     def pass_time(self, step: int) -> None:
-        self._adopt()
+        self.reload()
 
     def _keys_of(self, parameter: torch.Tensor) -> Keys:
         keys = self._keys.get(id(parameter))
@@ -139,12 +142,6 @@ class SharedMomentum(UpdateRule):
     def _group_of(self, parameter: torch.Tensor) -> Group:
         groups = self._optimizer().param_groups
         return next(group for group in groups if any(p is parameter for p in group["params"]))
-
-    def _adopt(self) -> None:
-        """Where the optimizer has other moments than before, average these in place."""
-        state = self._optimizer().state
-        for place in range(len(self._of)):
-            self._adopt_one(place, state)
 
     def _adopt_one(self, place: int, state: Any) -> None:
         i, key = self._of[place]
@@ -161,20 +158,17 @@ class SharedMomentum(UpdateRule):
     def _take(self, place: int, state: Any) -> None:
         """Put a moment into a parameter's state, in the place of another one."""
         i, key = self._of[place]
-        self._require_shapes(i, state)
+        self._require_shape(i, key, state[key])
         if not self.received:
             self._moment[place].copy_(state[key])
         state[key] = self._moment[place]
 
-    def _require_shapes(self, i: int, state: dict[str, Any]) -> None:
+    def _require_shape(self, i: int, key: str, moment: torch.Tensor) -> None:
         """Raise ModelMismatchError if a moment of parameter `i` was loaded with another shape than it has."""
         shape = self.model[i].shape
-        for key, value in state.items():
-            # numbers, such as steps, have no dimension, or one in old checkpoints
-            is_moment = isinstance(value, torch.Tensor) and value.dim() and key != "step"
-            if is_moment and value.shape != shape:
-                raise ModelMismatchError(
-                    f"load_state_dict: {key} of {self.names[i]!r} has the shape {list(value.shape)}, the "
-                    f"parameter {list(shape)}. Load a checkpoint of this model, whose optimizer has the "
-                    "same parameters in the same order."
-                )
+        if moment.shape != shape:
+            raise ModelMismatchError(
+                f"load_state_dict: {key} of {self.names[i]!r} has the shape {list(moment.shape)}, the "
+                f"parameter {list(shape)}. Load a checkpoint of this model, whose optimizer has the "
+                "same parameters in the same order."
+            )
