@@ -69,7 +69,7 @@ def _leave_soon(story: Story) -> list[str]:
     """After SIGTERM, whatever the other learners of the super learner do."""
     asked = {note["who"]: note["at"] for note in story.of("fault") if note["kind"] == "leave"}
     took = [note["at"] - asked.get(note["who"], note["at"]) for note in story.of("left")]
-    return [f"who is asked to leave leaves: after {s:.0f} s" for s in took if s > LEAVES_S]
+    return [f"SIGTERM to the end: {s:.0f} s, over {LEAVES_S:g}" for s in took if s > LEAVES_S]
 
 
 def _fatal(story: Story) -> list[dict[str, Any]]:

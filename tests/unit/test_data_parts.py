@@ -422,7 +422,7 @@ MUTANTS = {
         require_counted, "if answer is None or answer.number != ask.number", "if True",
     ),
     "questions are not repeated": (require_counted, "for ask, _ in self._asks.values()", "for ask, _ in ()"),
-    "an ended epoch goes on": (require_counted, "if self.ended or self.epoch", "if self.epoch"),
+    "an epoch has no end": (require_counted, "if self.ended or self.epoch", "if self.epoch"),
     "another's later epoch hides the first": (require_counted, "self._begun.add(epoch)", "pass"),
     "left over positions are not given": (
         require_counted, "any(a <= e < b for a, b in self._ended)", "False",

@@ -89,7 +89,7 @@ def connect(
 
 
 def _introduced(connection: socket.socket, token: bytes) -> int | None:
-    """Return the rank that another learner names, and accept it; None for a stranger, who is turned away."""
+    """Read the token and rank that a learner sends; return the rank, None for a wrong token or length."""
     connection.settimeout(_INTRODUCTION_S)
     with contextlib.suppress(OSError), connection.makefile("rb") as file:
         shown, rank = file.read(_TOKEN_NBYTES), file.read(_RANK_NBYTES)
