@@ -26,7 +26,7 @@ from hvd_adpsgd.training.optimizer_state import require_shareable
 from hvd_adpsgd.training.parameters import AveragingSpec, statistics
 from hvd_adpsgd.training.presence import live
 from hvd_adpsgd.training.sharded import is_sharded, require_whole_shards
-from hvd_adpsgd.training.shared_moments import Adaptive, shareable
+from hvd_adpsgd.training.shared_moments import SHARED, Adaptive, shareable
 from hvd_adpsgd.training.shared_momentum import Momentum, unshareable
 from hvd_adpsgd.training.supported import (
     averages_gradients,
@@ -185,8 +185,8 @@ def _moments(
         return found
     if config.moments == "shared":
         raise ConfigError(
-            f"moments=shared: {found}, so moments cannot be shared. Leave moments out, or use one of "
-            "torch's Adam, AdamW, NAdam, RAdam, RMSprop and Muon, in float32, with random_pairs or a ring."
+            f"moments=shared: {found}, so moments cannot be shared. Leave moments out, or use one of torch's "
+            f"{SHARED}, in float32, with random_pairs or a ring."
         )
     if world.rank > 0 or not strategy.is_gossip:
         return None

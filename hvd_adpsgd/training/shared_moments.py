@@ -26,11 +26,12 @@ from hvd_adpsgd.training.devices import Event, device_of
 from hvd_adpsgd.training.moment_passes import Product, Second, copy_all, correct, multiply
 from hvd_adpsgd.training.sharded import local
 from hvd_adpsgd.training.shared_momentum import (
+    KEYS,
     Group,
     Keys,
     Momentum,
     SharedMomentum,
-    has_momentum,
+    known_keys,
     momentum,
     second_of,
     unshareable,
@@ -68,6 +69,7 @@ _KINDS: dict[type[torch.optim.Optimizer], Adaptive] = {
     torch.optim.RAdam: _ADAM,
     torch.optim.RMSprop: _RMSPROP,
 }
+SHARED = ", ".join([*(kind.__name__ for kind in _KINDS), *KEYS])  # for messages
 _WEIGHT = 0.95  # by which a step reduces the weight of v_i in x
 _LARGEST_RATE = 0.5  # of a product in x
 _LARGEST = 80.0  # logarithm of the largest bound, a float32
@@ -84,7 +86,7 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
     kinds, name = type(optimizer).__mro__, type(optimizer).__name__
     known = [kind for kind in kinds if kind in _KINDS]
     if not known:
-        return f"{name} is none of {', '.join(kind.__name__ for kind in _KINDS)} and Muon"
+        return f"{name} is none of {SHARED}, and has no momentum_keys"
     # torch sets a step() with its hooks on the class of each optimizer that it makes
     if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known[0].step):
         return f"{name} has a step() of its own"
@@ -96,7 +98,7 @@ def adaptive(optimizer: torch.optim.Optimizer) -> Adaptive | str:
 
 def shareable(optimizer: torch.optim.Optimizer) -> Adaptive | Momentum | str:
     """Return which moments of an optimizer are shared, or why none can be, for a message."""
-    if not has_momentum(optimizer):
+    if not (hasattr(optimizer, "momentum_keys") or known_keys(optimizer)):
         return adaptive(optimizer)
     found = momentum(optimizer)
     if isinstance(found, str) or not found.second:

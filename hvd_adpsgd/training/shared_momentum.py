@@ -16,7 +16,7 @@ from hvd_adpsgd.training.update_rules import Named, Tensors, UpdateRule
 
 Group = dict[str, Any]
 Keys = Sequence[str]
-_KEYS: dict[str, Keys] = {"Muon": ("momentum_buffer",)}  # by class of torch.optim
+KEYS: dict[str, Keys] = {"Muon": ("momentum_buffer",)}  # by class of torch.optim
 _16_BITS = (torch.float16, torch.bfloat16)
 
 
@@ -53,15 +53,10 @@ def momentum(optimizer: torch.optim.Optimizer) -> Momentum | str:
     return Momentum(keys, second)
 
 
-def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether momentum is what is shared of an optimizer: its class says which, or is known."""
-    return hasattr(optimizer, "momentum_keys") or bool(_known(optimizer))
-
-
 def keys_of(optimizer: torch.optim.Optimizer, group: Group) -> Keys:
     """Return the names of a group's momentum in the state of a parameter."""
     own = getattr(optimizer, "momentum_keys", None)
-    return _known(optimizer) if own is None else tuple(own(group))
+    return known_keys(optimizer) if own is None else tuple(own(group))
 
 
 def second_of(optimizer: torch.optim.Optimizer, group: Group) -> str:
@@ -70,8 +65,9 @@ def second_of(optimizer: torch.optim.Optimizer, group: Group) -> str:
     return "" if own is None else own(group) or ""
 
 
-def _known(optimizer: torch.optim.Optimizer) -> Keys:
-    named = ((getattr(torch.optim, name, ()), keys) for name, keys in _KEYS.items())
+def known_keys(optimizer: torch.optim.Optimizer) -> Keys:
+    """Return the names of the momentum of a class in KEYS, none for others."""
+    named = ((getattr(torch.optim, name, ()), keys) for name, keys in KEYS.items())
     return next((keys for kind, keys in named if isinstance(optimizer, kind)), ())
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hvd_adpsgd.errors import ConfigError
 from hvd_adpsgd.strategies import Strategy
-from hvd_adpsgd.training.shared_moments import shareable
+from hvd_adpsgd.training.shared_moments import SHARED, shareable
 from hvd_adpsgd.training.update_rules import UpdateRule
 from hvd_adpsgd_lab.learning.curve import Curve, Vector
 from hvd_adpsgd_lab.learning.outcome import Outcome, digest_of
@@ -332,8 +332,8 @@ def _check_moments(
         return
     if training.cluster.config.moments == "shared":
         raise ConfigError(
-            f"{training.task.name}: moments is 'shared', and {found}. Leave it out, or use one "
-            "of torch's Adam, AdamW, NAdam, RAdam, RMSprop and Muon with random_pairs or a ring."
+            f"{training.task.name}: moments is 'shared', and {found}. Leave it out, or use one of torch's "
+            f"{SHARED} with random_pairs or a ring."
         )
     if strategy.is_gossip and any("betas" in group for group in optimizer.param_groups):
         log.warning(
