@@ -19,6 +19,8 @@ def add(union: Ranges, ranges: Iterable[tuple[int, int]]) -> int:
     """Add positions to a sorted set of them, in place; return how many it did not have."""
     added = 0
     for start, stop in ranges:
+        if start >= stop:
+            continue
         i, j = bisect_left(union, (start, 0)), bisect_left(union, (stop + 1, 0))
         i -= i > 0 and union[i - 1][1] >= start
         if i < j:

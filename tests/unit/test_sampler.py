@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import hvd_adpsgd.torch as hvd
 from hvd_adpsgd.data import samplers
 from hvd_adpsgd.data.parts import Consumed
-from hvd_adpsgd.data.ranges import EPOCH, count
+from hvd_adpsgd.data.ranges import EPOCH, count, merged
 from hvd_adpsgd.data.sharding import Appended, Sharding, View
 from hvd_adpsgd.data.steps import Steps
 from hvd_adpsgd.errors import ConfigError, StrategyMismatchError
@@ -226,6 +226,7 @@ def test_learners_make_equally_many_steps_of_equal_size(learners: int, number: i
         assert len({count(share) for share in shares}) == 1
         taken.update(i for share in shares for start, stop in share for i in range(start, stop))
     assert taken == {i for start, stop in ranges for i in range(start, stop)}
+    assert all(start < stop for start, stop in merged(ranges))
     assert steps.of_step(-(-number // (2 * learners)), 0) == []
 
 

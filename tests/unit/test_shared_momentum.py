@@ -97,7 +97,6 @@ def test_states_that_are_loaded_emptied_and_received() -> None:
 
 def test_a_group_is_added() -> None:
     _, optimizer, rule = shared()
-    step(optimizer, rule)
     added = ones(5)
     optimizer.add_param_group({"params": [added]})
     assert [name for name, _ in rule.extend([("d", added)])] == ["d", "moment.m.d"]
